@@ -154,8 +154,8 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
         rounds=3,
     )
     widest = len(specs) - 1
-    step_ms = table.latency_ms(widest, SEQUENCES[-1], 64)
-    prompt_ms = table.latency_ms(widest, 0, 1, 26)
+    step_ms = table.latencies_ms(SEQUENCES[-1], 64)[widest]
+    prompt_ms = table.latencies_ms(0, 1, 26)[widest]
     capacity = 1e3 / (24 * step_ms / SEQUENCES[-1] + prompt_ms)
     deadlines = TokenDeadlines(first_ms=12 * step_ms, token_ms=1.6 * step_ms)
     rows: list[dict[str, Any]] = []
@@ -198,7 +198,7 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
             )
     return {
         "deadlines_ms": [deadlines.first_ms, deadlines.token_ms],
-        "step_ms": [[table.latency_ms(i, n, 64) for n in SEQUENCES] for i in range(len(specs))],
+        "step_ms": [[table.latencies_ms(n, 64)[i] for n in SEQUENCES] for i in range(len(specs))],
         "rows": rows,
         "errors": errors(rows),
     }

@@ -60,7 +60,7 @@ def demonstrate_text(args: Namespace) -> None:
     print(f"\nOne set of weights, on held-out docstrings; steps with 1 and {SEQUENCES} sequences, p50 in ms:")
     print(f"{'next right':>12}{'1':>9}{SEQUENCES:>9}{'tokens/s':>10}   subnet")
     for i, (spec, rate) in enumerate(zip(specs, sustained, strict=True)):
-        times = "".join(f"{table.latency_ms(i, n, CONTEXT):>9.2f}" for n in (1, SEQUENCES))
+        times = "".join(f"{table.latencies_ms(n, CONTEXT)[i]:>9.2f}" for n in (1, SEQUENCES))
         print(f"{right[i]:>10.1f} %{times}{rate:>10.0f}   {spec}")
     print("next right: share of next tokens that are predicted right. tokens/s: what the subnet sustains.\n")
     arrivals_ms, token_ms = prompt_trace(sustained, args.seconds, args.seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.files.fork import hear_of_forks, new_lock
-from subnetact.generation.completion import Completion, TokenDeadlines, TokenLogprobs, tell
+from subnetact.generation.completion import Completion, TokenDeadlines, tell
 from subnetact.generation.phases import Phase, checked_phases
 from subnetact.generation.stats import GeneratorStats
 from subnetact.generation.step_policy import StepPolicy
@@ -278,15 +278,15 @@ class Generator(ClosedOnExit):
                 scheduler.prepare(self._now_ms())
                 self._do(scheduler.tick)
                 try:
-                    made = self._compute()
+                    tokens = self._compute()
                 except Exception as error:
                     if scheduler.step is None or not scheduler.step.parts:
                         raise
                     logger.warning("a step failed, and with it its requests: %s", error)
                     self._do(partial(scheduler.failed, error))
                     continue
-                if made is not None:
-                    self._do(partial(scheduler.step_done, made[0], logprobs=made[1]))
+                if tokens is not None:
+                    self._do(partial(scheduler.step_done, tokens))
                     continue
                 with self._lock:
                     scheduler.prepare(math.inf)
@@ -302,15 +302,14 @@ class Generator(ClosedOnExit):
         finally:
             self._loop.tear_down()
 
-    def _compute(self) -> tuple[list[int], list[TokenLogprobs | None]] | None:
-        """Compute the next step, and return what its answered requests get; None if nobody is in it."""
-        loop, scheduler, reserved = self._loop, self._scheduler, False
+    def _compute(self) -> list[int] | None:
+        """Compute the next step, and return the tokens of its answered requests; None if nobody is in it."""
+        loop, scheduler = self._loop, self._scheduler
         with computing():
             loop.refresh()
-            while not reserved:
-                with self._lock:
-                    step = scheduler.candidates()
-                reserved = loop.reserve(step)
+            with self._lock:
+                step = scheduler.candidates()
+            loop.reserve(step)
             with self._lock:
                 begun = scheduler.begin(self._now_ms())
             return None if begun is None else loop.compute(begun)

@@ -9,7 +9,6 @@ their requests end.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ with extra_needed("generation needs transformers 5.20 or newer: pip install 'sub
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+    from transformers.generation.continuous_batching.requests import RequestState
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
     from transformers.generation.continuous_batching.utils import find_num_key_value_heads
 
@@ -88,25 +87,24 @@ class ElasticDecoder(nn.Module):
             raise InsertError(
                 f"continuous batching has no cache for {min(strange)}; use view.generate and switch"
             )
-        ways = {"incompatible": "take subnets that keep the same layers and heads"}
-        if not allow_approximate:
-            ways["approximate"] = "accept this with allow_approximate=True"
-        for other in () if allow_recompute else subnets[1:]:
-            if way := ways.get(relation := cache_relation(supernet, subnets[0], other)):
-                raise CacheMismatch(
-                    f"the key-value caches of {subnets[0]} and {other} are {relation}, so the subnet cannot "
-                    f"change between two tokens; {way}, or for phases of requests allow_recompute=True"
-                )
         permitted = {"exact", "approximate"} if allow_approximate else {"exact"}
 
         def alike(relations: set[str]) -> list[int]:
-            firsts = list[int]()  # the first subnet to which each has one of the relations
+            """Return per subnet the first one to which it has one of the relations."""
+            firsts = []
             for spec in subnets:
-                known = (i for i in set(firsts) if cache_relation(supernet, subnets[i], spec) in relations)
-                firsts.append(next(known, len(firsts)))
+                found = (cache_relation(supernet, other, spec) in relations for other in subnets)
+                firsts.append(next(i for i, related in enumerate(found) if related))
             return firsts
 
         self.kinds = CacheKinds(alike(permitted), alike({"exact"}))
+        if not allow_recompute and (others := [i for i, first in enumerate(self.kinds.shared) if first]):
+            relation = cache_relation(supernet, subnets[0], subnets[others[0]])
+            raise CacheMismatch(
+                f"the key-value caches of {subnets[0]} and {subnets[others[0]]} are {relation}, so a subnet "
+                "cannot follow the other; take subnets that keep the same layers and heads, accept "
+                "approximate caches with allow_approximate=True, or for phases allow_recompute=True"
+            )
         self._supernet = (supernet,)  # not a submodule: it owns the weights
         self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
@@ -122,7 +120,6 @@ class ElasticDecoder(nn.Module):
         self._supports_logits_to_keep = network._supports_logits_to_keep
         self._supports_flash_attn = bool(getattr(network, "_supports_flash_attn", False))
         self.set_attn_implementation = network.set_attn_implementation
-        self.tp_plan: dict[str, Any] = {}
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         heat, top_p = logits_process.TemperatureLogitsWarper(PLAIN), logits_process.TopPLogitsWarper(PLAIN)
@@ -196,7 +193,6 @@ class _Planned(FIFOScheduler):
 
     step: Step
     pushed_out: Callable[[StepRequest], None]
-    full = False  # nobody was taken, for want of pages
 
     def has_pending_requests(self) -> bool:
         return True
@@ -206,33 +202,18 @@ class _Planned(FIFOScheduler):
         self.waiting_requests[state.request_id] = state
         self.pushed_out(state.request_id)
 
-    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:  # noqa: ARG002
-        """Return the sequences of the next step."""
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """Return the sequences of the next step; None if none has room, so that one is pushed out."""
         self._drop_ended()
-        roomy, limit = self._try_to_meet_safety_margin(), self.cache.read_cache_limit or math.inf
-        self.starved_requests = []
-        futures: list[Any] = []
-        read, denied = 0, False
-        for request, tokens in self.step.wanted():
-            if (state := self._state_of(request)) is None:
-                continue
-            decodes = not state.remaining_prefill_tokens
-            needed = min(state.current_len(), limit)
-            if read + needed > cache_budget or not (roomy or decodes or not futures):
-                continue
-            if not self.cache.can_store_request_tokens(state, tokens):
-                denied = True
-                if state.request_id in self.active_requests:
-                    self.starved_requests.append((state, tokens))
-                continue
-            self.step.take(request, tokens)
-            given = state.tokens_to_process if decodes else state.remaining_prefill_tokens
-            self._schedule_request(state, given, tokens, set())
-            self.waiting_requests.pop(state.request_id, None)
-            read += needed
-            futures.append(FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens))
-        self.full = denied and not futures
-        return futures, False, sum(one.query_length for one in futures), read
+        states = (state for request, _ in self.step.wanted() if (state := self._state_of(request)))
+        futures, denied, *sizes = self._process_candidates(
+            cast(Any, states), token_budget, cache_budget, set()
+        )
+        return (None if denied and not futures else futures), *sizes
+
+    def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
+        super()._schedule_request(state, request_tokens, token_budget, *rest)
+        self.step.take(state.request_id, len(state.tokens_to_process))
 
     def _drop_ended(self) -> None:
         """Free what ended requests hold, and what those hold whose cache begins again."""
@@ -247,10 +228,10 @@ class _Planned(FIFOScheduler):
                 self.waiting_requests[request] = state.create_equivalent_initial_request()
 
     def _state_of(self, request: Any) -> Any:
-        """Return what transformers knows of a request, or None if nobody may join now."""
+        """Return what transformers knows of a request, or None if it has ended or nobody may join now."""
         if state := self.active_requests.get(request):
             return state
-        if self.block_new_requests and self.active_requests:
+        if request.outcome is not None or (self.block_new_requests and self.active_requests):
             return None
         sampling = dict(request.ask.sampling or {})
         return self.waiting_requests.get(request) or RequestState(  # Others know when it ends.
@@ -304,38 +285,41 @@ class StepLoop(ContinuousBatchingManager):
         """Push all sequences out if the weights have changed: they are computed again from their tokens."""
         processor: Any = self.batch_processor
         if self._decoder.follow(processor.cache):
-            for name, state in list(self._planned.active_requests.items()):  # Their pages become free.
-                self._planned.finish_request(name)
-                self._planned.add_waiting_request(state.create_equivalent_initial_request())
+            for request in list(self._planned.active_requests):
+                self._planned.pushed_out(request)
 
     def random_numbers(self, seed: int) -> torch.Generator:
         """Return the random numbers of a request."""
         return torch.Generator(self._decoder.device).manual_seed(seed)
 
-    def reserve(self, step: Step) -> bool:
-        """Take those candidates of a step for whom there is memory; return False if others have to be found.
+    def reserve(self, step: Step) -> None:
+        """Take those candidates of a step for whom there is memory.
 
-        That is so if there was none for anybody, and a sequence was pushed out for that.
+        If there is none for anybody, a sequence is pushed out for that; RuntimeError if none can be.
         """
-        processor: Any = self.batch_processor
         self._planned.step = step
-        if processor.prepare_next_batch() or not self._planned.full:
-            return True
-        if not processor.offloading_manager.offload_requests():
-            raise RuntimeError("the cache has no room for any sequence, and none can be pushed out")
-        return False
+        cast(Any, self.batch_processor).prepare_next_batch()
 
-    def compute(self, step: Step) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Compute a step whose memory is reserved, and return what its answered requests get."""
+    def compute(self, step: Step) -> list[int]:
+        """Compute a step whose memory is reserved; return the tokens of its answered requests.
+
+        Log-probabilities go to the requests that asked for them.
+        """
         processor: Any = self.batch_processor
         self._decoder.draws.sources = sources = [one.draws for one in step.answered]
         processor.logit_processor.do_processing = any(sources)
         self._decoder.chosen = step.subnet
         self._decoder.keeps_logits = any(one.ask.logprobs is not None for one in step.answered)
         processor._generation_step(self._decoder)
-        tokens = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
+        tokens: list[int] = processor.inputs_and_outputs.prepare_batch_update()[1][: len(step.answered)]
         processor.update_batch()
-        return tokens, _logprobs(self._decoder.logits, step.answered, tokens)
+        for i, request in enumerate(step.answered):
+            if request.ask.logprobs is not None:
+                every = torch.log_softmax(self._decoder.logits[i].float(), -1)
+                values, ids = every.topk(min(request.ask.logprobs, len(every)))
+                likely = zip(ids.tolist(), values.tolist(), strict=True)
+                request.logprobs.append(TokenLogprobs(float(every[tokens[i]]), tuple(likely)))
+        return tokens
 
     def tear_down(self) -> None:
         """Free the cache, and give the model its implementation of attention back."""
@@ -343,15 +327,3 @@ class StepLoop(ContinuousBatchingManager):
         if self._original_attn_impl is not None:
             self._decoder.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
-
-
-def _logprobs(logits: Any, requests: Sequence[StepRequest], tokens: Sequence[int]) -> Any:
-    """Return the log-probabilities that each request asks for, or None."""
-    found: list[TokenLogprobs | None] = [None] * len(requests)
-    for i, request in enumerate(requests):
-        if request.ask.logprobs is not None:
-            every = torch.log_softmax(logits[i].float(), -1)
-            values, ids = every.topk(min(request.ask.logprobs, len(every)))
-            likely = zip(ids.tolist(), values.tolist(), strict=True)
-            found[i] = TokenLogprobs(float(every[tokens[i]]), tuple(likely))
-    return found

@@ -58,7 +58,7 @@ def profile_steps(
 
     Example:
         >>> table = profile_steps(supernet, [small, large], accuracy=[41.0, 47.5])
-        >>> table.save("steps.json")
+        >>> engine.tables.update(table.to_tables())  # kept with the weights
     """
     specs = supernet.distinct(subnets, "a step table")
     lists: Any = {"sequences": sequences, "contexts": contexts, "prompt_tokens": prompt_tokens}

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
@@ -62,7 +62,7 @@ class StepRequest:
     tokens: list[int] = field(default_factory=list)
     subnets: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # never fewer than tokens, if asked for
     outcome: Generated | RequestError | None = None  # once it has ended
 
     @property
@@ -91,7 +91,6 @@ class Step:
     among: frozenset[int] = frozenset()  # the subnets that all who were taken permit
     began_ms: float = 0.0
     parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # taken, and how many tokens of each
-    others: list[StepRequest] = field(default_factory=list)  # whose phases have no subnet in common with it
     answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
     size: tuple[int, float, int] = (0, 1.0, 0)
     subnet: int = 0
@@ -102,11 +101,9 @@ class Step:
         full = False
         for request in self.candidates:
             joins, tokens = request in self.joining, int(min(request.left or 1, self.budget))
-            if not self.among & request.among:
-                self.others.append(request)
-            elif tokens and not (joins and full):
+            if tokens and self.among & request.among and not (joins and full):
                 yield request, tokens
-            full |= joins and (request, tokens) not in self.parts[-1:]  # nobody overtakes who waits
+            full |= joins and request not in dict(self.parts[-1:])  # nobody overtakes who waits
 
     def take(self, request: StepRequest, tokens: int) -> None:
         """Put so many tokens of a request into the step."""
@@ -255,11 +252,16 @@ class StepScheduler:
             if request in step.joining and request.outcome is None:
                 self._leave_queue(request)
                 self._active[request.number] = request
-        for request in step.others:
+        others = [one for one in step.candidates if not step.among & one.among]
+        for request in others:
             request.missed += 1
         step.began_ms = now_ms
         step.measure()
-        policy, slack_ms, (sequences, context, prompts) = self.policy, self._slack_ms(step, now_ms), step.size
+        policy, slack_ms, (sequences, context, prompts) = (
+            self.policy,
+            self._slack_ms(step, others, now_ms),
+            step.size,
+        )
         step.subnet = policy.choose(
             slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
         )
@@ -270,9 +272,9 @@ class StepScheduler:
         self.steps[step.subnet] += 1
         return step
 
-    def _slack_ms(self, step: Step, now_ms: float) -> float:
+    def _slack_ms(self, step: Step, others: Sequence[StepRequest], now_ms: float) -> float:
         """Return how long a step may take for the tokens that it computes, and for those who wait."""
-        pace, due_ms = self.policy.pace, sorted(request.due_ms for request in step.others)
+        pace, due_ms = self.policy.pace, sorted(request.due_ms for request in others)
         slack_ms = min([request.due_ms for request, _ in step.parts]) - now_ms
         slack_ms = min(slack_ms, pace(now_ms, [0], due_ms))
         if self._waiting and len(self._active) >= self._places:
@@ -280,9 +282,7 @@ class StepScheduler:
             slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
         return slack_ms
 
-    def step_done(
-        self, tokens: Sequence[int], now_ms: float, logprobs: Iterable[TokenLogprobs | None] = repeat(None)
-    ) -> list[StepRequest]:
+    def step_done(self, tokens: Sequence[int], now_ms: float) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
         step, self.step = self.step, None
         assert step is not None
@@ -294,11 +294,9 @@ class StepScheduler:
             request.left = max(request.left - computed, 0)
             request.approximate |= request.writer not in (None, writer)
             request.writer = writer
-        for request, token, found in zip(step.answered, tokens, logprobs, strict=False):
+        for request, token in zip(step.answered, tokens, strict=False):
             if request.outcome is not None:  # it ended while its step ran
                 continue
-            if found is not None:
-                request.logprobs.append(found)  # first, as clients on other threads read it behind the token
             request.tokens.append(token)
             request.subnets.append(step.subnet)
             request.times_ms.append(now_ms - request.accepted_ms)

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import TableError
-from subnetact.files.documents import DocumentFormat, StrPath
+from subnetact.latency.arrays import ascending_sizes
 from subnetact.latency.table import LatencyTable
 
 DECODE, PREFILL = "decode-", "prefill"
 """The names in a bundle of the tables of a step table; a context follows on the first."""
-FORMAT = DocumentFormat("a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote")
 
 
 class StepTable:
@@ -28,12 +27,12 @@ class StepTable:
     up for the difference.
 
     Args:
-        decode: context in tokens -> the table of steps in which every sequence has at most this context. The
-            batch sizes of the table are numbers of active sequences.
+        decode: context in tokens, ascending -> the table of steps in which every sequence has at most this
+            context. The batch sizes of the table are numbers of active sequences.
         prefill: the table of steps that only compute prompts. Its batch sizes are numbers of prompt tokens.
 
     Attributes:
-        decode, prefill: as given, ascending.
+        decode, prefill: as given.
         subnets, accuracy: the key of every subnet, in the order of their ids, and its percentage.
         sequences: the measured numbers of active sequences, ascending.
 
@@ -44,21 +43,21 @@ class StepTable:
 
     def __init__(self, decode: Mapping[int, LatencyTable], prefill: LatencyTable) -> None:
         given: Any = decode
-        if not isinstance(given, Mapping) or not given:
-            raise TableError("decode: expected a mapping from a context to its LatencyTable, got no table")
-        found: list[tuple[Any, Any]] = [*decode.items(), (1, prefill)]
-        for context, table in found:
-            if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-                raise TableError(f"decode: {context!r} is no context; give a number of tokens, at least 1")
+        if not isinstance(given, Mapping):
+            raise TableError(
+                f"decode: expected a mapping from contexts to tables, got {type(given).__name__}"
+            )
+        self._contexts = ascending_sizes([*given], "decode")
+        tables = [*decode.values(), prefill]
+        for table in tables:
             if not isinstance(table, LatencyTable):
                 raise TableError(f"decode, prefill: expected LatencyTables, got {type(table).__name__}")
             if np.isnan(table.latency_ms).any():
                 raise TableError("decode, prefill: a cell was not measured; select cells without NaN")
-        self.decode, self.prefill = dict(sorted(decode.items())), prefill
-        self._contexts = list(self.decode)
+        self.decode, self.prefill = dict(zip(self._contexts, decode.values(), strict=True)), prefill
         first = self.decode[self._contexts[0]]
         self.subnets, self.accuracy, self.sequences = first.subnets, first.accuracy, first.batch_sizes
-        if any(table.subnets != self.subnets for _, table in found):
+        if any(table.subnets != self.subnets for table in tables):
             raise TableError("decode, prefill: the tables are of different subnets")
         if any(table.batch_sizes != self.sequences for table in self.decode.values()):
             raise TableError("decode: the tables are of different numbers of sequences")
@@ -69,10 +68,6 @@ class StepTable:
             low, high = prefill.batch_sizes[:2]
             pairs = zip(columns[0], columns[1], strict=True)
             self._fixed_ms = [max(0.0, ms - low / (high - low) * (more - ms)) for ms, more in pairs]
-
-    def latency_ms(self, subnet: int, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> float:
-        """Return the expected latency of a step with a subnet, in ms; see `latencies_ms`."""
-        return self.latencies_ms(sequences, context, prompt_tokens)[subnet]
 
     def latencies_ms(self, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> list[float]:
         """Return the expected latency of a step with every subnet, in ms.
@@ -131,31 +126,16 @@ class StepTable:
     @classmethod
     def from_tables(cls, tables: Mapping[str, LatencyTable]) -> StepTable:
         """Return the step table whose `to_tables` are among the tables of an engine, or raise TableError."""
-        contexts = {name: name.removeprefix(DECODE) for name in tables if name.startswith(DECODE)}
-        decode = {int(context): tables[name] for name, context in contexts.items() if context.isdecimal()}
+        contexts = {name.removeprefix(DECODE): tables[name] for name in tables if name.startswith(DECODE)}
+        decode = {
+            int(context): contexts[context] for context in sorted(filter(str.isdecimal, contexts), key=int)
+        }
         if not decode or PREFILL not in tables:
             raise TableError(
                 f"tables: {', '.join(tables) or 'none'} are no step table; measure one and keep it in the "
                 "bundle: engine.tables.update(profile_steps(...).to_tables())"
             )
         return cls(decode, tables[PREFILL])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the table as dictionaries, lists, strings and numbers."""
-        decode = {str(context): table.to_json() for context, table in self.decode.items()}
-        return {"decode": decode, "prefill": self.prefill.to_json()}
-
-    def save(self, path: StrPath) -> None:
-        """Write the table as a JSON file, which replaces an existing one; WriteError if this fails."""
-        FORMAT.write(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: StrPath) -> StepTable:
-        """Read a file that `save` wrote; FileFormatError or MissingFile if there is none."""
-        document = FORMAT.read(path)
-        with FORMAT.fields(path):
-            decode = {int(context): LatencyTable.from_json(t) for context, t in document["decode"].items()}
-            return cls(decode, LatencyTable.from_json(document["prefill"]))
 
     def __repr__(self) -> str:
         return (

@@ -29,7 +29,7 @@ from subnetact.errors import (
 )
 from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
 from subnetact.generation.completion import tell
-from subnetact.generation.step_scheduler import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import Step, StepRequest, TokenAsk
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -151,6 +151,30 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
     assert list(staying.result(60).tokens) == alone(second, (1,) * 20)
     leaving.cancel()
     assert generator.stats().cancelled == 1
+
+
+def test_a_client_that_leaves_while_a_step_is_put_together_changes_no_other_answer(
+    make: Callable[..., Generator],
+    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = make(choose=lambda: 1)
+    gate = Gate(generator, monkeypatch)
+    first, second = prompts(4)[2:]
+    leaving = generator.submit(first, max_new_tokens=20, **LONG)
+    gate.wait()
+    staying = generator.submit(second, max_new_tokens=20, **LONG)
+    reserve = generator._loop.reserve
+
+    def leave_first(step: Step) -> None:
+        if len(leaving.tokens()) == 3:
+            leaving.cancel()
+        reserve(step)
+
+    monkeypatch.setattr(generator._loop, "reserve", leave_first)
+    gate.free.release(100)
+    assert list(staying.result(60).tokens) == alone(second, (1,) * 20)
+    assert leaving.result(60).tokens == tuple(alone(first, (1,) * 3))
 
 
 def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
@@ -572,7 +596,7 @@ def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) 
     )
     assert table.subnets == (widths[0].key, widths[-1].key)
     assert table.sequences == (1, 2)
-    assert all(table.latency_ms(i, 2, 16, 8) > 0.0 for i in range(2))
+    assert all(table.latencies_ms(2, 16, 8)[i] > 0.0 for i in range(2))
     assert table.prefill.stamp["machine"]["device"] == "cpu"
 
 

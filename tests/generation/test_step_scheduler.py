@@ -86,15 +86,14 @@ class Steps:
             self.clock.now_ms = now
         self.generator._do(self.generator._scheduler.tick)
 
-    def reserve(self, step: Step) -> bool:
+    def reserve(self, step: Step) -> None:
         """Take all, as there is room for all."""
         step.take_all()
-        return True
 
     def compute(self, step: Step) -> Any:
         """Compute a step."""
-        self.clock.now_ms += self.table.latency_ms(step.subnet, *step.size)
-        return [0] * len(step.answered), [None] * len(step.answered)
+        self.clock.now_ms += self.table.latencies_ms(*step.size)[step.subnet]
+        return [0] * len(step.answered)
 
     def _submit(self, generator: Generator, one: Prompt) -> None:
         times = {"first_ms": one.deadlines.first_ms, "token_ms": one.deadlines.token_ms}
