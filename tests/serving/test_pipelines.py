@@ -347,18 +347,52 @@ def test_closing_in_a_callback_that_closing_itself_calls_returns() -> None:
     assert isinstance(waiting.exception(0), BatcherClosed)
 
 
-def test_a_request_that_failed_before_another_first_stage_refuses_it_has_one_outcome(wait_for: Any) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_an_error_in_the_preparation_for_a_first_stage_refuses_the_request(
+    error: type[BaseException],
+) -> None:
     def prepare(x: Any) -> Any:
         if x == "raise":
-            wait_for(lambda: live.stats().failed == 1)
-            return "refused"
+            raise error("this input")
         return x
 
     with pipeline(engine("a"), engine("b", prepare=prepare)) as live:
         with pytest.raises(BatchFailed, match="this input"):
-            live.submit("raise").result(60)
+            live.submit("raise")
+        assert live.submit("x").result(60).met
         stats = live.stats()
-        assert (stats.submitted, stats.failed, stats.refused, stats.open) == (1, 1, 0, 0)
+        assert (stats.submitted, stats.met, stats.refused, stats.open) == (1, 1, 1, 0)
+
+
+def test_an_exit_in_a_callback_of_a_client_ends_no_other_request() -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit("no more")
+
+    gate = threading.Event()
+    with pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x)) as live:
+        left = live.submit("hold")
+        left.add_done_callback(leave)
+        gate.set()
+        assert left.result(60).met
+        assert live.submit("x").result(60).met
+
+
+def test_requests_that_are_cancelled_at_any_time_have_one_outcome() -> None:
+    stages = [
+        engine("a", prepare=lambda x: [x]),
+        engine("b", prepare=lambda x: [x]),
+        Stage("c", lambda x: [1, 2], after=["a", "b"]),
+        Stage("d", lambda x: x, after=["c"], each=True, inputs=2),
+    ]
+    with pipeline(*stages) as live:
+        futures = [live.submit("x") for _ in range(200)]
+        cancelled = [future.cancel() for future in futures[::2]]
+        assert all(future.result(60).output == [1, 2] for future in futures[1::2])
+    stats = live.stats()
+    assert (stats.submitted, stats.open) == (200, 0)
+    assert stats.met + stats.cancelled == 200
+    assert stats.cancelled <= sum(cancelled)
+    assert not any(batcher.stats().queued for batcher in live.batchers.values())
 
 
 def test_a_request_counts_as_accepted_only_when_every_first_stage_has_accepted_it() -> None:

@@ -3,10 +3,11 @@
 # Annotations are not postponed here, so that tools can read the fields of the named tuples elsewhere.
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +19,11 @@ from subnetact.errors import (
     DeadlinePassed,
     InvalidRequest,
     PipelineError,
-    QueueFull,
     RequestError,
     failure_text,
 )
 from subnetact.files.fork import new_lock
-from subnetact.serving.live.answers import Answer, AnswerFuture
+from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
@@ -32,10 +32,10 @@ from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
+_log = logging.getLogger(__name__)
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
 _OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")
-_REFUSALS = (InvalidRequest, QueueFull, BatcherClosed)
 
 
 class StageTime(NamedTuple):
@@ -104,19 +104,13 @@ class PipelineStats:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request on its way through the stages.
-
-    `futures` are those of its inputs at stages that it has entered, and `missing` how many have no answer.
-    """
+    """A request on its way: for every stage that it has entered, when, its futures there, and its times."""
 
     accepted_ms: float
-    deadline_ms: float
-    future: Any = field(default_factory=AnswerFuture)
-    outputs: dict[str, Any] = field(default_factory=dict)
+    given_ms: float = 0.0
+    arrived_ms: dict[str, float] = field(default_factory=dict)
+    futures: dict[str, list[AnswerFuture]] = field(default_factory=dict)
     times: dict[str, list[StageTime]] = field(default_factory=dict)
-    futures: dict[str, list[Future[Answer]]] = field(default_factory=dict)
-    missing: Counter[str] = field(default_factory=Counter)
-    accepted: bool = False
 
 
 class Pipeline(ClosedOnExit):
@@ -181,19 +175,21 @@ class Pipeline(ClosedOnExit):
         self._reserves = self.graph.reserves(works)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
-        self._lock = new_lock()  # of the counters and of all trips
+        self._lock = new_lock()  # of the counters and of the set of trips
         self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._trips: set[_Trip] = set()  # those that have not ended
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
-        self._closers: set[int] = set()  # the threads in `close`, which may run callbacks that close again
         self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
                 batcher = open_stage(stage, share_ms, tables[name], expired=expired, **options)
                 self.batchers[name] = opened.enter_context(batcher)
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, name="subnetact-pipeline", daemon=True)
+            self._thread.start()
             opened.pop_all()
 
     def _try(self, sample: Any) -> None:
@@ -249,29 +245,29 @@ class Pipeline(ClosedOnExit):
                 or the first stage refuses the input.
             QueueFull: The queue of a first stage is full.
             BatcherClosed: The pipeline is closed or draining.
+            BatchFailed: The `prepare` of a first stage raised.
         """
+        trip = _Trip(self._clock_ms())
+        with self._lock:
+            self._trips.add(trip)
         try:
-            given = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
-            if given < self._shortest_ms:
+            trip.given_ms = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
+            if trip.given_ms < self._shortest_ms:
                 raise InvalidRequest(
-                    f"deadline_ms: {given:g} is shorter than the shortest path through the stages "
+                    f"deadline_ms: {trip.given_ms:g} is shorter than the shortest path through the stages "
                     f"({self._shortest_ms:.3g} ms); allow more"
                 )
-            now = self._clock_ms()
-            trip = _Trip(now, now + given)
-            future: Future[PipelineAnswer] = trip.future
-            trip.future.on_cancel(partial(self._end, trip))
-            with self._lock:
-                if self._closing:
-                    raise BatcherClosed("the pipeline is closed or draining; open another one")
-                self._trips.add(trip)
+            if self._closing:  # if it is set later, `close` waits for this trip
+                raise BatcherClosed("the pipeline is closed or draining; open another one")
             for name in self.graph.sources:
-                self._enter(trip, name, x)
-        except _REFUSALS:
-            with self._lock:
-                self._counts["refused"] += 1
+                self._enter(trip, name, x, {})
+        except BaseException:
+            self._end(trip, "refused")
             raise
-        trip.accepted = True
+        with self._lock:
+            self._counts["submitted"] += 1
+        future = asyncio.run_coroutine_threadsafe(self._travel(trip), self._loop)
+        future.add_done_callback(lambda _: self._end(trip, "cancelled"))  # unless it has another outcome
         return future
 
     async def infer(self, x: Any, deadline_ms: float | None = None) -> PipelineAnswer:
@@ -284,110 +280,95 @@ class Pipeline(ClosedOnExit):
 
     # -- the way through the stages --------------------------------------------------------------
 
-    def _enter(self, trip: _Trip, name: str, x: Any = None) -> None:
-        """Give a request to a stage whose predecessors have all ended; raise if a first stage refuses it."""
+    async def _travel(self, trip: _Trip) -> PipelineAnswer:
+        """Take a request through the stages, all at the same time, each waiting for those that feed it."""
+        tasks: dict[str, asyncio.Task[Any]] = {}
+        for name in self.graph.order:
+            tasks[name] = asyncio.create_task(self._pass(trip, name, tasks))
         try:
-            self._send(trip, name, x)
-        except BaseException as cause:
-            error = cause
-            if not isinstance(cause, RequestError):
-                error = BatchFailed(
-                    f"stage {name!r}: its condition, its `prepare`, its fan-out or its check raised "
-                    f"{failure_text(cause)}; look at the input and the functions"
-                )
-                error.__cause__ = cause
-            refused = name in self.graph.sources and isinstance(cause, _REFUSALS)
-            if (self._end(trip, error, refused) and refused) or not isinstance(cause, Exception):
-                raise
+            await asyncio.gather(*tasks.values())
+        except Exception as error:
+            self._end(trip, "dropped" if isinstance(error, DeadlinePassed) else "failed")
+            raise
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        outputs = {name: tasks[name].result() for name in self.graph.sinks}
+        taken = {name: output for name, output in outputs.items() if output is not _NOTHING}
+        latency_ms = self._clock_ms() - trip.accepted_ms
+        met = latency_ms <= trip.given_ms
+        self._end(trip, "met" if met else "late", latency_ms)
+        output = taken if len(outputs) > 1 else next(iter(taken.values()), None)
+        return PipelineAnswer(output, latency_ms, met, trip.times)
 
-    def _send(self, trip: _Trip, name: str, x: Any) -> None:
-        """Submit the inputs of a request to the batcher of a stage."""
-        stage = self._stages[name]
-        inputs = self._inputs(name, x, trip.outputs)
-        if not inputs:
-            self._leave(trip, name, _NOTHING if inputs is None else [])
-            return
-        now, given = self._clock_ms(), trip.deadline_ms - trip.accepted_ms
-        arrived_ms = now - trip.accepted_ms
-        if trip.deadline_ms < now + self._least_ms[name]:
-            raise DeadlinePassed(
-                f"deadline_ms: {given:g} ms were given, and after {arrived_ms:.1f} ms stage "
-                f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
-            )
-        left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
-        trip.missing[name] = len(inputs)
-        futures = trip.futures[name] = []
-        for one in inputs:
-            futures.append(self.batchers[name].submit(one, left, min_accuracy=stage.min_accuracy))
-            if trip not in self._trips:  # then `_end` may not have seen this one
-                futures[-1].cancel()
-                return
-        for future in futures:
-            future.add_done_callback(partial(self._answered, trip, name, arrived_ms))
-
-    def _answered(self, trip: _Trip, name: str, arrived_ms: float, future: Future[Answer]) -> None:
-        """Note that one of a request's inputs at a stage is done; after the last one, leave the stage."""
-        if future.cancelled():  # `_end` cancels what still waits
-            return
-        if (error := future.exception()) is not None:
-            self._end(trip, error)
-            return
-        with self._lock:
-            trip.missing[name] -= 1
-            if trip.missing[name] or trip not in self._trips:
-                return
-            answers = [future.result() for future in trip.futures[name]]
+    async def _pass(self, trip: _Trip, name: str, tasks: Mapping[str, asyncio.Task[Any]]) -> Any:
+        """Return the output of one stage for a request."""
+        if feeding := self._conditions[name]:
+            self._enter(trip, name, None, {other: await tasks[other] for other in feeding})
+        if name not in trip.futures:
+            return _NOTHING
+        answers = await asyncio.gather(*map(asyncio.wrap_future, trip.futures[name]))
+        arrived_ms = trip.arrived_ms[name]
         trip.times[name] = [
             StageTime(arrived_ms, a.waited_ms, a.latency_ms - a.waited_ms, a.subnet, a.accuracy)
             for a in answers
         ]
         outputs = [answer.output for answer in answers]
-        self._leave(trip, name, outputs if self._stages[name].each else outputs[0])
+        return outputs if self._stages[name].each else outputs[0]
 
-    def _leave(self, trip: _Trip, name: str, output: Any) -> None:
-        """Note the output of a stage, and enter the stages that have all their inputs now."""
+    def _enter(self, trip: _Trip, name: str, x: Any, outputs: Mapping[str, Any]) -> None:
+        """Submit the inputs of a request to the batcher of a stage, unless it does not take the stage."""
+        stage = self._stages[name]
+        try:
+            inputs = self._inputs(name, x, outputs)
+            if inputs is None:
+                return
+            now = self._clock_ms()
+            left_ms = trip.accepted_ms + trip.given_ms - now
+            trip.arrived_ms[name] = arrived_ms = now - trip.accepted_ms
+            if inputs and left_ms < self._least_ms[name]:
+                raise DeadlinePassed(
+                    f"deadline_ms: {trip.given_ms:g} ms were given, and after {arrived_ms:.1f} ms stage "
+                    f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
+                )
+            slack_ms = max(left_ms - self._reserves[name] * trip.given_ms, 1e-3)
+            futures = trip.futures[name] = []
+            for one in inputs:
+                futures.append(self.batchers[name].submit(one, slack_ms, min_accuracy=stage.min_accuracy))
+        except RequestError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise BatchFailed(
+                f"stage {name!r}: its condition, its `prepare`, its fan-out or its check raised "
+                f"{failure_text(error)}; look at the input and the functions"
+            ) from error
+
+    def _end(self, trip: _Trip, outcome: str, latency_ms: float | None = None) -> None:
+        """Count the outcome of a request, unless it has one already, and withdraw it where it waits."""
         with self._lock:
             if trip not in self._trips:
                 return
-            outputs, sinks = trip.outputs, self.graph.sinks
-            outputs[name] = output
-            following = self.graph.following[name]
-            ready = [other for other in following if self._conditions[other].keys() <= outputs.keys()]
-            ended = outputs.keys() >= set(sinks)
-        for other in ready:
-            self._enter(trip, other)
-        if ended:
-            last = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
-            output = last if len(sinks) > 1 else next(iter(last.values()), None)
-            now = self._clock_ms()
-            took_ms, met = now - trip.accepted_ms, now <= trip.deadline_ms
-            self._end(trip, PipelineAnswer(output, took_ms, met, trip.times))
-
-    def _end(
-        self, trip: _Trip, found: PipelineAnswer | BaseException | None = None, refused: bool = False
-    ) -> bool:
-        """Give a request its answer, its error, or None if it was cancelled; False if it has ended before."""
-        with self._lock:
-            if trip not in self._trips:
-                return False
             self._trips.remove(trip)
+            self._counts[outcome] += 1
+            if latency_ms is not None:
+                self._latency.add(latency_ms)
             self._ended.notify_all()
-            if isinstance(found, PipelineAnswer):
-                self._counts["met" if found.met else "late"] += 1
-                self._latency.add(found.latency_ms)
-            elif not refused:
-                error = "dropped" if isinstance(found, DeadlinePassed) else "failed"
-                self._counts["cancelled" if found is None else error] += 1
-            future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
-            futures, trip.futures, trip.outputs = trip.futures, {}, {}
-        for one in [one for entered in list(futures.values()) for one in entered]:
-            one.cancel()
-        with suppress(InvalidStateError):  # the client has cancelled in the meantime
-            if isinstance(found, PipelineAnswer):
-                future.set_result(found)
-            elif found is not None and not refused:
-                future.set_exception(found)
-        return True
+        for futures in list(trip.futures.values()):
+            for future in futures:
+                future.cancel()
+
+    def _run(self) -> None:
+        """Run the coroutines of all requests, on the pipeline's thread, until `close` stops the loop."""
+        running = True
+        while running:
+            try:
+                self._loop.run_forever()
+                running = False
+            except BaseException:  # a client's callback raised; the other clients must still get answers
+                _log.exception("a callback of a request's future raised")
+        while tasks := asyncio.all_tasks(self._loop):  # what is left of requests that were cancelled
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
 
     # -- at any time -----------------------------------------------------------------------------
 
@@ -395,10 +376,9 @@ class Pipeline(ClosedOnExit):
         """Return a snapshot of the counters, with those of every stage."""
         stages = {name: batcher.stats() for name, batcher in self.batchers.items()}
         with self._lock:
-            counts = {name: self._counts[name] for name in (*_OUTCOMES, "refused")}
-            counts["open"] = sum(trip.accepted for trip in self._trips)
-            submitted = sum(counts.values()) - counts["refused"]
-            return PipelineStats(submitted, **counts, latency_ms=self._latency.snapshot(), stages=stages)
+            counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
+            counts["open"] = counts["submitted"] - sum(counts[name] for name in _OUTCOMES)
+            return PipelineStats(**counts, latency_ms=self._latency.snapshot(), stages=stages)
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
@@ -409,17 +389,19 @@ class Pipeline(ClosedOnExit):
             drain: whether to finish the requests that are on their way; if False, those that wait at a stage
                 end with `BatcherClosed`.
         """
-        with self._lock:
-            self._closing = True
-        thread = threading.get_ident()
-        if thread in self._closers or close_elsewhere(self.batchers.values(), partial(self.close, drain)):
+        self._closing = True
+        if close_elsewhere(self.batchers.values(), partial(self.close, drain), self._thread):
             return
-        self._closers.add(thread)
-        try:
-            if drain:
-                with self._lock:
-                    self._ended.wait_for(lambda: not self._trips)
-            for name in self.graph.order:
-                self.batchers[name].close(drain=drain)
-        finally:
-            self._closers.discard(thread)
+        if drain:
+            self._wait()
+        for name in self.graph.order:
+            self.batchers[name].close(drain=drain)
+        self._wait()
+        with suppress(RuntimeError):  # the pipeline is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _wait(self) -> None:
+        """Wait until every request has its outcome."""
+        with self._lock:
+            self._ended.wait_for(lambda: not self._trips)
