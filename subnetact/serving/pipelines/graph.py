@@ -16,14 +16,15 @@ from subnetact.latency.table import LatencyTable
 class StageGraph:
     """A directed acyclic graph of named stages; in `order`, every stage comes after those that feed it.
 
-    `after` has for every stage those that feed it, each with whether some requests do not take the edge.
+    `after` has for every stage those that feed it; with each, what is true if some requests do not take the
+    edge, for example its condition.
     """
 
-    def __init__(self, after: Mapping[str, Mapping[str, bool]]) -> None:
+    def __init__(self, after: Mapping[str, Mapping[str, object]]) -> None:
         if not after:
             raise PipelineError("stages: none given; give at least one")
         self.after = after
-        self.following: dict[str, dict[str, bool]] = {stage: {} for stage in after}
+        self.following: dict[str, dict[str, object]] = {stage: {} for stage in after}
         for stage, feeding in after.items():
             for other, conditional in feeding.items():
                 if other not in after:
@@ -49,8 +50,12 @@ class StageGraph:
             behind[stage] = max(paths, default=0.0)
         return behind
 
-    def reserves(self, work_ms: Mapping[str, float]) -> dict[str, float]:
-        """Return for every stage the share of a request's time that is kept for those behind it, below 1."""
+    def reserves(self, tables: Mapping[str, LatencyTable], inputs: Mapping[str, float]) -> dict[str, float]:
+        """Return for every stage the share of a request's time that is kept for those behind it, below 1.
+
+        `inputs` is how many inputs a request has at every stage.
+        """
+        work_ms = {stage: expected_work_ms(table, inputs[stage]) for stage, table in tables.items()}
         tails = self.tails(work_ms)
         longest = max(work_ms[stage] + tails[stage] for stage in self.sources)
         return {stage: tail / longest for stage, tail in tails.items()}
@@ -83,12 +88,3 @@ def expected_work_ms(table: LatencyTable, inputs: float = 1.0) -> float:
     rows = table.latency_ms[:, table.pad_index[max(1, min(most, round(inputs)))] :]
     times = [row[~np.isnan(row)][0] for row in rows if not np.isnan(row).all()]
     return float(np.median(times) if times else np.nanmax(table.latency_ms)) * max(1.0, inputs / most)
-
-
-def with_batches_up_to(table: LatencyTable, most: int, stage: str) -> LatencyTable:
-    """Return the part of a stage's table whose batch sizes are at most `most`."""
-    if most < table.batch_sizes[0]:
-        raise PipelineError(
-            f"stage {stage!r}: batch size {most} is below the smallest of the table ({table.batch_sizes[0]})"
-        )
-    return table.select(batch_sizes=[size for size in table.batch_sizes if size <= most])

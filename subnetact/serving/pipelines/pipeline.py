@@ -28,7 +28,7 @@ from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_m
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
 from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms
+from subnetact.serving.pipelines.graph import StageGraph, by_name
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
@@ -162,17 +162,14 @@ class Pipeline(ClosedOnExit):
                 raise PipelineError(f"stages: expected Stage(...), got {type(stage).__name__}")
         self._stages: dict[str, Stage] = by_name(stages)
         self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
-        self.graph = StageGraph(
-            {name: {o: c is not None for o, c in edges.items()} for name, edges in self._conditions.items()}
-        )
+        self.graph = StageGraph(self._conditions)
         self.slo_ms = check_time(slo_ms, "slo_ms")
         tables = {name: table_of(stage) for name, stage in self._stages.items()}
-        fastest = {name: table.fastest_ms for name, table in tables.items()}
-        self._least_ms = self.graph.least_ms(fastest, self.slo_ms)
-        self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
         inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
-        works = {name: expected_work_ms(table, inputs[name]) for name, table in tables.items()}
-        self._reserves = self.graph.reserves(works)
+        self._reserves = self.graph.reserves(tables, inputs)
+        fastest_ms = {name: table.fastest_ms for name, table in tables.items()}
+        self._least_ms = self.graph.least_ms(fastest_ms, self.slo_ms)
+        self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
         self._lock = new_lock()  # of the counters and of the set of trips
@@ -185,7 +182,7 @@ class Pipeline(ClosedOnExit):
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
-                batcher = open_stage(stage, share_ms, tables[name], expired=expired, **options)
+                batcher = open_stage(stage, share_ms, tables[name], {"expired": expired, **options})
                 self.batchers[name] = opened.enter_context(batcher)
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run, name="subnetact-pipeline", daemon=True)

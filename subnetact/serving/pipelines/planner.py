@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,15 +12,8 @@ from typing import Any
 import numpy.typing as npt
 
 from subnetact.errors import PipelineError, PolicyError
-from subnetact.serving.pipelines.model import (
-    MakePolicy,
-    PipelineEstimate,
-    PipelineModel,
-    StageChoice,
-    estimate_pipeline,
-)
+from subnetact.serving.pipelines.model import PipelineEstimate, PipelineModel, StageChoice, estimate_pipeline
 from subnetact.serving.planning.planner import fewest
-from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.simulation.scenario import checked_arrivals
 
@@ -76,9 +68,7 @@ class PlanSearch:
         """Return whether a plan meets the percentile."""
         key = tuple(sorted(choices.items()))
         if key not in self.found:
-            self.found[key] = False
-            with suppress(PolicyError):  # a stage's share of the time is too short to plan
-                self.found[key] = self.simulate(choices).percentile_ms(self.percent) <= self.model.slo_ms
+            self.found[key] = self.simulate(choices).percentile_ms(self.percent) <= self.model.slo_ms
         return self.found[key]
 
     def fewest(self, make: Callable[[int], Choices], high: int | None = None) -> Choices | None:
@@ -111,9 +101,7 @@ def plan_pipeline(
     model: PipelineModel,
     percent: float = 99.0,
     *,
-    make: MakePolicy = HullFit,
     most_workers: int = 256,
-    overhead_ms: float = 0.0,
     seed: int = 0,
 ) -> PipelinePlan:
     """Find workers, batch size and hardware for every stage that meet a percentile at least cost.
@@ -128,9 +116,7 @@ def plan_pipeline(
         arrivals_ms: arrival times, ms, ascending, shape (requests,).
         model: the stages, the prices and the SLO.
         percent: the percentile of the latency that has to be within the SLO.
-        make: makes the policy of a stage from its table and the time that requests usually have there, ms.
         most_workers: the greatest number of workers of a stage.
-        overhead_ms: time added to every batch, ms.
         seed: seed of the simulations.
 
     Returns:
@@ -148,7 +134,7 @@ def plan_pipeline(
     if not 0.0 < percent <= 100.0:
         raise PolicyError(f"percent: {percent} must be in (0, 100]")
     check_count(most_workers, "most_workers")
-    simulate = partial(estimate_pipeline, arrivals, model, make=make, overhead_ms=overhead_ms, seed=seed)
+    simulate = partial(estimate_pipeline, arrivals, model, seed=seed)
     search = PlanSearch(model, percent, most_workers, simulate)
     choices = search.fewest(search.uniform)
     options = [choices] if choices is not None else []
