@@ -67,9 +67,9 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
     assert set(graph.sinks) == {"c", "d"}
     work = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
     assert graph.tails(work) == {"a": 8.0, "b": 4.0, "c": 0.0, "d": 0.0}
-    least = graph.least_ms(work, 5.0)
-    assert least == {"a": 5.0, "b": 2.0, "c": 4.0, "d": 8.0}  # a, then c by its edge that every request takes
     tables = {name: LatencyTable(["s"], [70.0], [1], [[ms]]) for name, ms in work.items()}
+    least = graph.least_ms(tables, 5.0)
+    assert least == {"a": 5.0, "b": 2.0, "c": 4.0, "d": 8.0}  # a, then c by its edge that every request takes
     assert graph.reserves(tables, dict.fromkeys(work, 1.0))["a"] == pytest.approx(8 / 9)
 
 
@@ -81,7 +81,7 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
             "cycle, 'a' before 'c' before 'b' before 'a'",
         ),
         ({"a": {"a": False}}, "cycle, 'a' before 'a'"),
-        ({"a": {"z": False}}, "follows 'z', which is no stage"),
+        ({"a": {"z": False}}, "follows 'z', which is none"),
         ({}, "give at least one"),
     ],
 )
@@ -497,7 +497,7 @@ def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
         (lambda: StageModel("a", {}), "one per type of hardware"),
         (lambda: StageModel("a", {"cpu": FAST, "gpu": FAST.select([0])}), "all of the same subnets"),
         (lambda: StageModel("a", {"cpu": FAST}, {"b": 0.0}), "share of 'b' is 0.0"),
-        (lambda: StageModel("a", {"cpu": FAST}, min_accuracy=90.0), "above the best subnet"),
+        (lambda: StageModel("a", {"cpu": FAST}, min_accuracy=90.0), "the best subnet has 80.0"),
         (lambda: StageModel("a", {"cpu": FAST}, inputs=(2**63,)), "whole numbers, 0 to 1000"),
         (
             lambda: plan_pipeline(poisson(5000, 1, seed=0), model(9.0), most_workers=2),

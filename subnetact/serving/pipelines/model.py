@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,14 +63,10 @@ class StageModel:
                 raise PipelineError(f"{where}: the share of {other!r} is {share}; it must be in (0, 1]")
         allowed = range(_MOST_INPUTS + 1)
         if not self.inputs or not all(type(count) is int and count in allowed for count in self.inputs):
-            raise PipelineError(
-                f"{where}: inputs: {self.inputs!r} must be whole numbers, 0 to {_MOST_INPUTS}"
-            )
+            raise PipelineError(f"{where}: inputs {self.inputs!r}: give whole numbers, 0 to {_MOST_INPUTS}")
         best = max(max(accuracy) for _, accuracy in subnets)
         if self.min_accuracy > best:
-            raise PipelineError(
-                f"{where}: min_accuracy {self.min_accuracy} % is above the best subnet ({best} %)"
-            )
+            raise PipelineError(f"{where}: min_accuracy {self.min_accuracy} %: the best subnet has {best} %")
 
     @property
     def mean_inputs(self) -> float:
@@ -114,16 +111,15 @@ class PipelineModel:
 
     def __post_init__(self) -> None:
         check_time(self.slo_ms, "slo_ms")
-        by_name(self.stages)
+        by_name(self.stages, StageModel)
         for hardware, price in self.prices.items():
             check_time(price, f"prices: {hardware!r}")
         for stage in self.stages:
-            if unknown := [hardware for hardware in stage.tables if hardware not in self.prices]:
+            for hardware in stage.tables.keys() - self.prices.keys():
                 raise PipelineError(
-                    f"stage {stage.name!r}: a table for {unknown[0]!r}, which has no price; known are "
-                    f"{', '.join(map(repr, self.prices))}"
+                    f"stage {stage.name!r}: a table for {hardware!r}, which has no price; add one"
                 )
-        fastest = {s.name: min(table.fastest_ms for table in s.tables.values()) for s in self.stages}
+        fastest = {s.name: min(s.tables.values(), key=attrgetter("fastest_ms")) for s in self.stages}
         self.graph.least_ms(fastest, self.slo_ms)
 
     @cached_property
@@ -242,9 +238,9 @@ def estimate_pipeline(
     arrivals = checked_arrivals(arrivals_ms)
     count = len(arrivals)
     tables = model.chosen_tables(choices)
-    graph, stages = model.graph, by_name(model.stages)
+    graph, stages = model.graph, by_name(model.stages, StageModel)
     reserves = graph.reserves(tables, {name: stage.mean_inputs for name, stage in stages.items()})
-    least_ms = graph.least_ms({name: table.fastest_ms for name, table in tables.items()})
+    least_ms = graph.least_ms(tables)
     with numeric_arguments():
         rng = np.random.default_rng(seed)
     alive = np.ones(count, dtype=np.bool_)

@@ -104,11 +104,10 @@ class PipelineStats:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request on its way: for every stage that it has entered, when, its futures there, and its times."""
+    """A request on its way: its futures and its times at every stage that it has entered and left."""
 
     accepted_ms: float
     given_ms: float = 0.0
-    arrived_ms: dict[str, float] = field(default_factory=dict)
     futures: dict[str, list[AnswerFuture]] = field(default_factory=dict)
     times: dict[str, list[StageTime]] = field(default_factory=dict)
 
@@ -130,9 +129,8 @@ class Pipeline(ClosedOnExit):
         slo_ms: the usual time from the submission to the deadline, ms.
         sample: one input of the pipeline. It runs through the stages once before anything starts, so that
             stages whose inputs and outputs do not fit are found.
-        expired: the rule of the stages for requests that are behind, as in `Batcher`.
         options: further arguments of every stage's `Batcher`, for example `learn=False`. Those of a stage
-            come before them.
+            come before them. `expired` is "defer" if not given.
 
     Attributes:
         batchers: the batcher of every stage, by name; `Collector(pipeline.batchers, label="stage")` offers
@@ -154,21 +152,15 @@ class Pipeline(ClosedOnExit):
         ...     answer = pipeline.submit(page, deadline_ms=100.0).result()
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, expired: str = "defer", **options: Any
-    ) -> None:
-        for stage in stages:
-            if not isinstance(stage, Stage):
-                raise PipelineError(f"stages: expected Stage(...), got {type(stage).__name__}")
-        self._stages: dict[str, Stage] = by_name(stages)
+    def __init__(self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, **options: Any) -> None:
+        self._stages = by_name(stages, Stage)
         self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
         self.graph = StageGraph(self._conditions)
         self.slo_ms = check_time(slo_ms, "slo_ms")
         tables = {name: table_of(stage) for name, stage in self._stages.items()}
         inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
         self._reserves = self.graph.reserves(tables, inputs)
-        fastest_ms = {name: table.fastest_ms for name, table in tables.items()}
-        self._least_ms = self.graph.least_ms(fastest_ms, self.slo_ms)
+        self._least_ms = self.graph.least_ms(tables, self.slo_ms)
         self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
@@ -182,7 +174,7 @@ class Pipeline(ClosedOnExit):
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
-                batcher = open_stage(stage, share_ms, tables[name], {"expired": expired, **options})
+                batcher = open_stage(stage, share_ms, tables[name], options)
                 self.batchers[name] = opened.enter_context(batcher)
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run, name="subnetact-pipeline", daemon=True)
@@ -194,13 +186,12 @@ class Pipeline(ClosedOnExit):
         outputs: dict[str, Any] = {}
         for name in self.graph.order:
             stage = self._stages[name]
-            results: list[Any] = []
             try:
                 inputs = self._inputs(name, sample, outputs)
+                engine = engines_of(stage)[0]
                 for x in inputs or ():
-                    engine = engines_of(stage)[0]
                     engine.check(x)
-                    results += engine.run(0, [x], 1)
+                results = [engine.run(0, [x], 1)[0] for x in inputs or ()]
             except Exception as error:
                 feeding = ", ".join(map(repr, self.graph.after[name])) or "the pipeline's input"
                 raise PipelineError(
@@ -300,18 +291,20 @@ class Pipeline(ClosedOnExit):
 
     async def _pass(self, trip: _Trip, name: str, tasks: Mapping[str, asyncio.Task[Any]]) -> Any:
         """Return the output of one stage for a request."""
-        if feeding := self._conditions[name]:
-            self._enter(trip, name, None, {other: await tasks[other] for other in feeding})
+        arrived_ms = 0.0
+        if feeding := self._conditions[name]:  # the others were entered by `submit`
+            outputs = {other: await tasks[other] for other in feeding}
+            arrived_ms = self._clock_ms() - trip.accepted_ms
+            self._enter(trip, name, None, outputs)
         if name not in trip.futures:
             return _NOTHING
         answers = await asyncio.gather(*map(asyncio.wrap_future, trip.futures[name]))
-        arrived_ms = trip.arrived_ms[name]
         trip.times[name] = [
             StageTime(arrived_ms, a.waited_ms, a.latency_ms - a.waited_ms, a.subnet, a.accuracy)
             for a in answers
         ]
-        outputs = [answer.output for answer in answers]
-        return outputs if self._stages[name].each else outputs[0]
+        results = [answer.output for answer in answers]
+        return results if self._stages[name].each else results[0]
 
     def _enter(self, trip: _Trip, name: str, x: Any, outputs: Mapping[str, Any]) -> None:
         """Submit the inputs of a request to the batcher of a stage, unless it does not take the stage."""
@@ -320,12 +313,11 @@ class Pipeline(ClosedOnExit):
             inputs = self._inputs(name, x, outputs)
             if inputs is None:
                 return
-            now = self._clock_ms()
-            left_ms = trip.accepted_ms + trip.given_ms - now
-            trip.arrived_ms[name] = arrived_ms = now - trip.accepted_ms
+            took_ms = self._clock_ms() - trip.accepted_ms
+            left_ms = trip.given_ms - took_ms
             if inputs and left_ms < self._least_ms[name]:
                 raise DeadlinePassed(
-                    f"deadline_ms: {trip.given_ms:g} ms were given, and after {arrived_ms:.1f} ms stage "
+                    f"deadline_ms: {trip.given_ms:g} ms were given, and after {took_ms:.1f} ms stage "
                     f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
                 )
             slack_ms = max(left_ms - self._reserves[name] * trip.given_ms, 1e-3)

@@ -87,7 +87,7 @@ def table_of(stage: Stage) -> LatencyTable:
 
 def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, options: Mapping[str, Any]) -> Batcher:
     """Open the batcher of the stage, whose requests usually have `slo_ms`."""
-    given = {"check_outputs": not stage.is_function, **options, **stage.options}
+    given = {"expired": "defer", "check_outputs": not stage.is_function, **options, **stage.options}
     slo_ms = max(slo_ms, table.fastest_ms)
     batcher = Batcher(engines_of(stage), policy=stage.policy, table=table, slo_ms=slo_ms, **given)
     if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
