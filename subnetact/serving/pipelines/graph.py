@@ -68,7 +68,7 @@ class StageGraph:
         return least
 
 
-def by_name(stages: Iterable[Any], kind: type) -> dict[str, Any]:
+def by_name(stages: Iterable[Any], kind: Any) -> dict[str, Any]:
     """Return the stages by their names; refuse other objects than stages, and two of one name."""
     named: dict[str, Any] = {}
     for stage in stages:

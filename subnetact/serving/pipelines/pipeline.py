@@ -161,7 +161,6 @@ class Pipeline(ClosedOnExit):
         inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
         self._reserves = self.graph.reserves(tables, inputs)
         self._least_ms = self.graph.least_ms(tables, self.slo_ms)
-        self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
         self._lock = new_lock()  # of the counters and of the set of trips
@@ -240,11 +239,6 @@ class Pipeline(ClosedOnExit):
             self._trips.add(trip)
         try:
             trip.given_ms = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
-            if trip.given_ms < self._shortest_ms:
-                raise InvalidRequest(
-                    f"deadline_ms: {trip.given_ms:g} is shorter than the shortest path through the stages "
-                    f"({self._shortest_ms:.3g} ms); allow more"
-                )
             if self._closing:  # if it is set later, `close` waits for this trip
                 raise BatcherClosed("the pipeline is closed or draining; open another one")
             for name in self.graph.sources:
@@ -316,9 +310,10 @@ class Pipeline(ClosedOnExit):
             took_ms = self._clock_ms() - trip.accepted_ms
             left_ms = trip.given_ms - took_ms
             if inputs and left_ms < self._least_ms[name]:
-                raise DeadlinePassed(
+                raise (DeadlinePassed if stage.after else InvalidRequest)(
                     f"deadline_ms: {trip.given_ms:g} ms were given, and after {took_ms:.1f} ms stage "
-                    f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
+                    f"{name!r} cannot lead to an answer in time, which takes {self._least_ms[name]:.3g} ms "
+                    "at least; allow more, or send less"
                 )
             slack_ms = max(left_ms - self._reserves[name] * trip.given_ms, 1e-3)
             futures = trip.futures[name] = []

@@ -35,7 +35,8 @@ class Stage:
         each: whether the input is a list whose elements the stage runs on separately (fan-out); the output
             of the stage is then the list of the outputs.
         inputs: how many inputs a request typically has at a stage with `each`; deadlines are split with it.
-        table: the latency table of an engine; if None, the policy's. For a function it may be left out.
+        table: the latency table of an engine; its batch sizes are those that the stage may run. A function
+            needs none.
         policy: chooses subnets and batch sizes. If None, `HullFit` over the table.
         min_accuracy: minimum profiled accuracy of the subnets of this stage, percent. If None, any.
         workers: number of workers; of a list of engines, each is one.
@@ -78,11 +79,9 @@ def table_of(stage: Stage) -> LatencyTable:
     """Return the latency table of the stage."""
     if stage.table is not None:
         return stage.table
-    if stage.policy is not None:
-        return stage.policy.table
     if stage.is_function:
         return LatencyTable([stage.name], [100.0], [1], [[stage.expected_ms]])
-    raise PipelineError(f"stage {stage.name!r}: neither a table nor a policy; give one of them")
+    raise PipelineError(f"stage {stage.name!r}: no latency table of its engine; give one")
 
 
 def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, options: Mapping[str, Any]) -> Batcher:
