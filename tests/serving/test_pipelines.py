@@ -197,7 +197,7 @@ def test_a_killed_worker_of_a_stage_loses_nothing() -> None:
         futures = [live.submit("die" if i == 3 else "x") for i in range(30)]
         assert [f.result(60).output[1] for f in futures] == ["die" if i == 3 else "x" for i in range(30)]
         assert second.died == 1
-        assert live.stats().stages["b"].died == 1
+        assert live.batchers["b"].stats().died == 1
 
 
 def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
@@ -210,9 +210,8 @@ def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
         kinds = ["crash" if i == 3 else "double" for i in range(20)]
         futures = [live.submit(command(kind, i)) for i, kind in enumerate(kinds)]
         assert [float(future.result(60).output[0]) for future in futures] == [2.0 * i for i in range(20)]
-        stats = live.stats()
-    assert stats.stages["b"].died == 1
-    assert stats.met == 20
+    assert live.batchers["b"].stats().died == 1
+    assert live.stats().met == 20
 
 
 def test_the_slack_of_a_stage_is_what_the_expected_tail_leaves() -> None:
@@ -220,7 +219,7 @@ def test_the_slack_of_a_stage_is_what_the_expected_tail_leaves() -> None:
     clock = {"clock_ms": lambda: 0.0}
     with pipeline(engine("a"), engine("b", slow, after=["a"]), slo_ms=220.0, **clock) as live:
         live.submit("x").result(60)
-        stages = live.stats().stages
+        stages = {name: batcher.stats() for name, batcher in live.batchers.items()}
     # works 2 and 20: the first stage gets 1/11 of the time, the second what is left
     assert stages["a"].histograms["slack_ms"].total == pytest.approx(20.0)
     assert stages["b"].histograms["slack_ms"].total > 150.0
@@ -262,7 +261,7 @@ def test_a_guessed_latency_is_no_drift(caplog: pytest.LogCaptureFixture) -> None
     with Pipeline([slow], slo_ms=1000.0, sample="x", clock_ms=lambda: now[0]) as live:
         for _ in range(40):
             live.submit("x").result(60)
-        assert live.stats().stages["slow"].correction > 2.0  # it is learned
+        assert live.batchers["slow"].stats().correction > 2.0  # it is learned
     assert "profile this machine" not in caplog.text
 
 

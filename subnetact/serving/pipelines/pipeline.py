@@ -27,7 +27,6 @@ from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
-from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, by_name
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
@@ -87,7 +86,6 @@ class PipelineStats:
         refused: requests that were never accepted.
         open: requests without an outcome yet.
         latency_ms: histogram of the latencies of the answers.
-        stages: the counters of every stage's batcher. Their deadlines are those of the stage.
     """
 
     submitted: int
@@ -99,7 +97,6 @@ class PipelineStats:
     refused: int
     open: int
     latency_ms: Histogram
-    stages: dict[str, BatcherStats]
 
 
 @dataclass(slots=True, eq=False)
@@ -357,12 +354,11 @@ class Pipeline(ClosedOnExit):
     # -- at any time -----------------------------------------------------------------------------
 
     def stats(self) -> PipelineStats:
-        """Return a snapshot of the counters, with those of every stage."""
-        stages = {name: batcher.stats() for name, batcher in self.batchers.items()}
+        """Return a snapshot of the counters; those of a stage are `batchers[name].stats()`."""
         with self._lock:
             counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
             counts["open"] = counts["submitted"] - sum(counts[name] for name in _OUTCOMES)
-            return PipelineStats(**counts, latency_ms=self._latency.snapshot(), stages=stages)
+            return PipelineStats(**counts, latency_ms=self._latency.snapshot())
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
