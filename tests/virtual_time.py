@@ -5,13 +5,10 @@ So what a test sees does not depend on how busy the machine is.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 __all__ = ["VirtualTime"]
@@ -29,7 +26,6 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now = 0.0
         self._watched: list[Any] = []
-        self._loops: list[asyncio.AbstractEventLoop] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._sleepers: list[tuple[float, int, threading.Event]] = []
@@ -42,7 +38,6 @@ class VirtualTime:
         """Note a Batcher, TenantBatcher or Pipeline whose threads `run` waits for, and return it."""
         inner = batcher.batchers.values() if hasattr(batcher, "batchers") else [batcher]
         self._watched += [one._driver for one in inner]
-        self._loops += [batcher._loop] if hasattr(batcher, "_loop") else []
         return batcher
 
     def sleep(self, ms: float) -> None:
@@ -90,12 +85,6 @@ class VirtualTime:
             time.sleep(1e-4)
 
     def _is_settled(self) -> bool:
-        for loop in self._loops:
-            idle: Future[bool] = Future()
-            report = partial(_report_idle, loop, idle)
-            loop.call_soon_threadsafe(loop.call_soon, report)  # not beside the event that wakes the loop
-            if not idle.result(LIMIT_S):
-                return False
         with self._lock:
             resting = len(self._sleepers)
         threads, changed = 0, set()
@@ -120,7 +109,3 @@ class VirtualTime:
             self.at(self.now + at, lambda function=function: found.append(function()))
         self.run()
         return found
-
-
-def _report_idle(loop: Any, idle: Future[bool]) -> None:
-    idle.set_result(not loop._ready)

@@ -464,15 +464,12 @@ def monotonic_ms() -> float:
     return time.perf_counter_ns() * 1e-6
 
 
-def close_elsewhere(
-    batchers: Collection[Batcher], close: Callable[[], None], *others: threading.Thread
-) -> bool:
-    """Call `close` on a thread of its own if this one belongs to a batcher or is one of `others`.
+def close_elsewhere(batchers: Collection[Batcher], close: Callable[[], None]) -> bool:
+    """Call `close` on a thread of its own if this one belongs to a batcher; return whether it does.
 
-    Such a thread runs a callback, and must go on for the batchers to finish what they accepted. Return
-    whether `close` is called.
+    Such a thread runs a callback, and must go on for the batchers to finish what they accepted.
     """
-    own = threading.current_thread() in others or any(batcher._driver.is_current() for batcher in batchers)
-    if own:
-        threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
-    return own
+    if not any(batcher._driver.is_current() for batcher in batchers):
+        return False
+    threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
+    return True

@@ -3,11 +3,10 @@
 # Annotations are not postponed here, so that tools can read the fields of the named tuples elsewhere.
 
 import asyncio
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from subnetact.errors import (
     failure_text,
 )
 from subnetact.files.fork import new_lock
-from subnetact.serving.live.answers import AnswerFuture
+from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
@@ -31,7 +30,6 @@ from subnetact.serving.pipelines.graph import StageGraph, by_name
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
-_log = logging.getLogger(__name__)
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
 _OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")
@@ -101,12 +99,18 @@ class PipelineStats:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request on its way: its futures and its times at every stage that it has entered and left."""
+    """A request on its way through the stages.
+
+    `futures` are those of its inputs at stages that it has entered, and `missing` how many have no answer.
+    """
 
     accepted_ms: float
     given_ms: float = 0.0
-    futures: dict[str, list[AnswerFuture]] = field(default_factory=dict)
+    future: Any = field(default_factory=AnswerFuture)
+    outputs: dict[str, Any] = field(default_factory=dict)
     times: dict[str, list[StageTime]] = field(default_factory=dict)
+    futures: dict[str, list[AnswerFuture]] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
 
 
 class Pipeline(ClosedOnExit):
@@ -160,21 +164,19 @@ class Pipeline(ClosedOnExit):
         self._least_ms = self.graph.least_ms(tables, self.slo_ms)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
-        self._lock = new_lock()  # of the counters and of the set of trips
+        self._lock = new_lock()  # of the counters and of all trips
         self._ended = threading.Condition(self._lock)
         self._counts: Counter[str] = Counter()
         self._trips: set[_Trip] = set()  # those that have not ended
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
+        self._closers: set[int] = set()  # the threads in `close`, which may run callbacks that close again
         self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
                 batcher = open_stage(stage, share_ms, tables[name], options)
                 self.batchers[name] = opened.enter_context(batcher)
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run, name="subnetact-pipeline", daemon=True)
-            self._thread.start()
             opened.pop_all()
 
     def _try(self, sample: Any) -> None:
@@ -239,14 +241,16 @@ class Pipeline(ClosedOnExit):
             if self._closing:  # if it is set later, `close` waits for this trip
                 raise BatcherClosed("the pipeline is closed or draining; open another one")
             for name in self.graph.sources:
-                self._enter(trip, name, x, {})
+                self._queue(trip, name, x)
         except BaseException:
             self._end(trip, "refused")
             raise
+        future: Future[PipelineAnswer] = trip.future
+        trip.future.on_cancel(partial(self._end, trip, "cancelled"))
         with self._lock:
             self._counts["submitted"] += 1
-        future = asyncio.run_coroutine_threadsafe(self._travel(trip), self._loop)
-        future.add_done_callback(lambda _: self._end(trip, "cancelled"))  # unless it has another outcome
+        for name in self.graph.sources:  # only now that all of them have accepted it
+            self._watch(trip, name)
         return future
 
     async def infer(self, x: Any, deadline_ms: float | None = None) -> PipelineAnswer:
@@ -259,49 +263,11 @@ class Pipeline(ClosedOnExit):
 
     # -- the way through the stages --------------------------------------------------------------
 
-    async def _travel(self, trip: _Trip) -> PipelineAnswer:
-        """Take a request through the stages, all at the same time, each waiting for those that feed it."""
-        tasks: dict[str, asyncio.Task[Any]] = {}
-        for name in self.graph.order:
-            tasks[name] = asyncio.create_task(self._pass(trip, name, tasks))
-        try:
-            await asyncio.gather(*tasks.values())
-        except Exception as error:
-            self._end(trip, "dropped" if isinstance(error, DeadlinePassed) else "failed")
-            raise
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        outputs = {name: tasks[name].result() for name in self.graph.sinks}
-        taken = {name: output for name, output in outputs.items() if output is not _NOTHING}
-        latency_ms = self._clock_ms() - trip.accepted_ms
-        met = latency_ms <= trip.given_ms
-        self._end(trip, "met" if met else "late", latency_ms)
-        output = taken if len(outputs) > 1 else next(iter(taken.values()), None)
-        return PipelineAnswer(output, latency_ms, met, trip.times)
-
-    async def _pass(self, trip: _Trip, name: str, tasks: Mapping[str, asyncio.Task[Any]]) -> Any:
-        """Return the output of one stage for a request."""
-        arrived_ms = 0.0
-        if feeding := self._conditions[name]:  # the others were entered by `submit`
-            outputs = {other: await tasks[other] for other in feeding}
-            arrived_ms = self._clock_ms() - trip.accepted_ms
-            self._enter(trip, name, None, outputs)
-        if name not in trip.futures:
-            return _NOTHING
-        answers = await asyncio.gather(*map(asyncio.wrap_future, trip.futures[name]))
-        trip.times[name] = [
-            StageTime(arrived_ms, a.waited_ms, a.latency_ms - a.waited_ms, a.subnet, a.accuracy)
-            for a in answers
-        ]
-        results = [answer.output for answer in answers]
-        return results if self._stages[name].each else results[0]
-
-    def _enter(self, trip: _Trip, name: str, x: Any, outputs: Mapping[str, Any]) -> None:
+    def _queue(self, trip: _Trip, name: str, x: Any = None) -> None:
         """Submit the inputs of a request to the batcher of a stage, unless it does not take the stage."""
         stage = self._stages[name]
         try:
-            inputs = self._inputs(name, x, outputs)
+            inputs = self._inputs(name, x, trip.outputs)
             if inputs is None:
                 return
             took_ms = self._clock_ms() - trip.accepted_ms
@@ -316,6 +282,8 @@ class Pipeline(ClosedOnExit):
             futures = trip.futures[name] = []
             for one in inputs:
                 futures.append(self.batchers[name].submit(one, slack_ms, min_accuracy=stage.min_accuracy))
+                if trip not in self._trips:  # then `_end` may not have seen this one
+                    futures[-1].cancel()
         except RequestError:
             raise
         except (Exception, SystemExit) as error:
@@ -324,32 +292,79 @@ class Pipeline(ClosedOnExit):
                 f"{failure_text(error)}; look at the input and the functions"
             ) from error
 
-    def _end(self, trip: _Trip, outcome: str, latency_ms: float | None = None) -> None:
-        """Count the outcome of a request, unless it has one already, and withdraw it where it waits."""
+    def _watch(self, trip: _Trip, name: str) -> None:
+        """Go on when all inputs of a request at a stage are answered."""
+        arrived_ms = self._clock_ms() - trip.accepted_ms
+        futures = trip.futures.get(name)
+        if not futures:
+            self._leave(trip, name, _NOTHING if futures is None else [])
+            return
+        trip.missing[name] = len(futures)
+        for future in futures:
+            future.add_done_callback(partial(self._answered, trip, name, arrived_ms))
+
+    def _answered(self, trip: _Trip, name: str, arrived_ms: float, future: Future[Answer]) -> None:
+        """Note that one of a request's inputs at a stage is done; after the last one, leave the stage."""
+        if future.cancelled():  # `_end` cancels what still waits
+            return
+        if (error := future.exception()) is not None:
+            self._end(trip, "failed", error)
+            return
+        with self._lock:
+            trip.missing[name] -= 1
+            if trip.missing[name] or trip not in self._trips:
+                return
+            answers = [future.result() for future in trip.futures[name]]
+        trip.times[name] = [
+            StageTime(arrived_ms, a.waited_ms, a.latency_ms - a.waited_ms, a.subnet, a.accuracy)
+            for a in answers
+        ]
+        outputs = [answer.output for answer in answers]
+        self._leave(trip, name, outputs if self._stages[name].each else outputs[0])
+
+    def _leave(self, trip: _Trip, name: str, output: Any) -> None:
+        """Note the output of a stage, and enter the stages that have all their inputs now."""
+        with self._lock:
+            if trip not in self._trips:
+                return
+            outputs, sinks = trip.outputs, self.graph.sinks
+            outputs[name] = output
+            feeding = self._conditions.items()
+            ready = [other for other, edges in feeding if name in edges and edges.keys() <= outputs.keys()]
+            ended = len(outputs) == len(feeding)
+        for other in ready:
+            try:
+                self._queue(trip, other)
+                self._watch(trip, other)
+            except BaseException as error:
+                self._end(trip, "failed", error)
+        if ended:
+            taken = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
+            output = taken if len(sinks) > 1 else next(iter(taken.values()), None)
+            latency_ms = self._clock_ms() - trip.accepted_ms
+            met = latency_ms <= trip.given_ms
+            answer = PipelineAnswer(output, latency_ms, met, trip.times)
+            self._end(trip, "met" if met else "late", answer)
+
+    def _end(self, trip: _Trip, outcome: str, found: PipelineAnswer | BaseException | None = None) -> None:
+        """Count and deliver the outcome of a request, unless it has one, and withdraw it where it waits."""
         with self._lock:
             if trip not in self._trips:
                 return
             self._trips.remove(trip)
-            self._counts[outcome] += 1
-            if latency_ms is not None:
-                self._latency.add(latency_ms)
+            self._counts["dropped" if isinstance(found, DeadlinePassed) else outcome] += 1
+            if isinstance(found, PipelineAnswer):
+                self._latency.add(found.latency_ms)
             self._ended.notify_all()
-        for futures in list(trip.futures.values()):
-            for future in futures:
-                future.cancel()
-
-    def _run(self) -> None:
-        """Run the coroutines of all requests, on the pipeline's thread, until `close` stops the loop."""
-        running = True
-        while running:
-            try:
-                self._loop.run_forever()
-                running = False
-            except BaseException:  # a client's callback raised; the other clients must still get answers
-                _log.exception("a callback of a request's future raised")
-        while tasks := asyncio.all_tasks(self._loop):  # what is left of requests that were cancelled
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
+            future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
+            entered, trip.futures, trip.outputs = trip.futures, {}, {}
+        for waiting in [one for futures in entered.values() for one in futures]:
+            waiting.cancel()
+        with suppress(InvalidStateError):  # the client has cancelled in the meantime
+            if isinstance(found, PipelineAnswer):
+                future.set_result(found)
+            elif found is not None:
+                future.set_exception(found)
 
     # -- at any time -----------------------------------------------------------------------------
 
@@ -370,18 +385,15 @@ class Pipeline(ClosedOnExit):
                 end with `BatcherClosed`.
         """
         self._closing = True
-        if close_elsewhere(self.batchers.values(), partial(self.close, drain), self._thread):
+        thread = threading.get_ident()
+        if thread in self._closers or close_elsewhere(self.batchers.values(), partial(self.close, drain)):
             return
-        if drain:
-            self._wait()
-        for name in self.graph.order:
-            self.batchers[name].close(drain=drain)
-        self._wait()
-        with suppress(RuntimeError):  # the pipeline is closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _wait(self) -> None:
-        """Wait until every request has its outcome."""
-        with self._lock:
-            self._ended.wait_for(lambda: not self._trips)
+        self._closers.add(thread)
+        try:
+            if drain:
+                with self._lock:
+                    self._ended.wait_for(lambda: not self._trips)
+            for name in self.graph.order:
+                self.batchers[name].close(drain=drain)
+        finally:
+            self._closers.discard(thread)
