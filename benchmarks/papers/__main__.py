@@ -215,37 +215,15 @@ def two_stages() -> tuple[PipelineModel, Any]:
     return model, bursty(60.0, 120.0, 8.0, 20.0, seed=4)
 
 
-def batch_overhead_ms() -> float:
-    """Measure what a batch takes in a batcher beyond its table, with an engine that sleeps."""
-    table = LatencyTable(["a"], [90.0], [1, 4], [[2.0, 5.0]])
-    policy = Fixed(table, 0)
-    with Batcher(Sleeper(table), policy=policy, slo_ms=1e4, expired="serve", learn=False) as batcher:
-        start = time.perf_counter()
-        for future in [batcher.submit(i, FOREVER) for i in range(800)]:
-            future.result()
-        took_ms = (time.perf_counter() - start) * 1e3
-        batches = batcher.stats().batches
-    return max(0.0, took_ms / batches - 5.0)
-
-
 def pipeline() -> Found:
     """Serve the planned pipeline live with engines that sleep, and compare its percentile with the plan's."""
     model, arrivals = two_stages()
-    settings: Found = {"most_workers": 32, "overhead_ms": batch_overhead_ms()}
-    plan = plan_pipeline(arrivals, model, 99.0, **settings)
-    coarse = plan_coarsely(arrivals, model, 99.0, **settings)
+    plan = plan_pipeline(arrivals, model, 99.0, most_workers=32)
+    coarse = plan_coarsely(arrivals, model, 99.0, most_workers=32)
     tables = model.chosen_tables(plan.choices)
     rng = np.random.default_rng(0)
     counts = rng.choice(np.array(model.stages[1].inputs), len(arrivals))
     takes = rng.random(len(arrivals)) < 0.9
-    estimate = estimate_pipeline(
-        arrivals,
-        model,
-        plan.choices,
-        overhead_ms=settings["overhead_ms"],
-        taken={("find", "read"): takes},
-        inputs={"read": counts},
-    )
     choice = plan.choices
     stages = [
         Stage("find", Sleeper(tables["find"]), table=tables["find"], workers=choice["find"].workers),
@@ -273,15 +251,13 @@ def pipeline() -> Found:
     live_p99_ms = float(np.percentile(latencies, 99, method="inverted_cdf"))
     return {
         "slo_ms": model.slo_ms,
-        "overhead_ms": settings["overhead_ms"],
         "choices": {name: chosen._asdict() for name, chosen in choice.items()},
         "cost": plan.cost,
         "coarse_cost": coarse.cost,
         "cost ratio": plan.cost / coarse.cost,
         "planned_p99_ms": plan.estimate.percentile_ms(99.0),
-        "estimated_p99_ms": estimate.percentile_ms(99.0),
         "live_p99_ms": live_p99_ms,
-        "estimated over live": estimate.percentile_ms(99.0) / live_p99_ms,
+        "planned over live": plan.estimate.percentile_ms(99.0) / live_p99_ms,
         "live_attainment": float(np.mean(np.array(latencies) <= model.slo_ms)),
     }
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy.typing as npt
 
 from subnetact.serving import PipelineModel, PipelinePlan
-from subnetact.serving.pipelines.model import estimate_pipeline
 from subnetact.serving.pipelines.planner import PlanSearch
 
 __all__ = ["plan_coarsely"]
@@ -20,12 +16,9 @@ def plan_coarsely(
     percent: float = 99.0,
     *,
     most_workers: int = 256,
-    **options: Any,
 ) -> PipelinePlan:
     """Return the cheapest plan with the same workers and hardware for all stages; see `plan_pipeline`."""
-    search = PlanSearch(
-        model, percent, most_workers, partial(estimate_pipeline, arrivals_ms, model, **options)
-    )
+    search = PlanSearch(arrivals_ms, model, percent, most_workers)
     common = set.intersection(*(set(stage.tables) for stage in model.stages))
-    found = [search.fewest(partial(search.uniform, hardware=hardware)) for hardware in sorted(common)]
+    found = [search.uniform(hardware) for hardware in sorted(common)]
     return search.finished(min((plan for plan in found if plan is not None), key=model.cost, default=None))

@@ -16,47 +16,48 @@ from subnetact.latency.table import LatencyTable
 class StageGraph:
     """A directed acyclic graph of named stages; in `order`, every stage comes after those that feed it.
 
-    `after` has for every stage those that feed it, each with whether some requests do not take the edge.
+    `after` has for every stage those that feed it; with each, what is true if some requests do not take the
+    edge, for example its condition.
     """
 
-    def __init__(self, after: Mapping[str, Mapping[str, bool]]) -> None:
+    def __init__(self, after: Mapping[str, Mapping[str, object]]) -> None:
         if not after:
             raise PipelineError("stages: none given; give at least one")
         self.after = after
-        self.following: dict[str, dict[str, bool]] = {stage: {} for stage in after}
-        for stage, feeding in after.items():
-            for other, conditional in feeding.items():
-                if other not in after:
-                    known = ", ".join(map(repr, after))
-                    raise PipelineError(
-                        f"stage {stage!r}: it follows {other!r}, which is no stage; choose from {known}"
-                    )
-                self.following[other][stage] = conditional
+        feeding = {other for edges in after.values() for other in edges}
+        if unknown := feeding - after.keys():
+            known = ", ".join(map(repr, after))
+            raise PipelineError(f"stages: one follows {unknown.pop()!r}, which is none; choose from {known}")
         try:
             self.order = tuple(TopologicalSorter(after).static_order())
         except CycleError as error:
             shown = " before ".join(map(repr, error.args[1]))
             raise PipelineError(f"stages: there is a cycle, {shown}; leave one of these edges out") from error
         self.sources = tuple(stage for stage in self.order if not after[stage])
-        self.sinks = tuple(stage for stage in self.order if not self.following[stage])
+        self.sinks = tuple(stage for stage in self.order if stage not in feeding)
 
     def tails(self, work_ms: Mapping[str, float], always: bool = False) -> dict[str, float]:
         """Return the work on the longest path behind every stage; `always`: on edges that all take only."""
-        behind: dict[str, float] = {}
+        behind = dict.fromkeys(self.order, 0.0)
         for stage in reversed(self.order):
-            edges = self.following[stage].items()
-            paths = [work_ms[o] + behind[o] for o, conditional in edges if not (always and conditional)]
-            behind[stage] = max(paths, default=0.0)
+            for other, conditional in self.after[stage].items():
+                if not (always and conditional):
+                    behind[other] = max(behind[other], work_ms[stage] + behind[stage])
         return behind
 
-    def reserves(self, work_ms: Mapping[str, float]) -> dict[str, float]:
-        """Return for every stage the share of a request's time that is kept for those behind it, below 1."""
+    def reserves(self, tables: Mapping[str, LatencyTable], inputs: Mapping[str, float]) -> dict[str, float]:
+        """Return for every stage the share of a request's time that is kept for those behind it, below 1.
+
+        `inputs` is how many inputs a request has at every stage.
+        """
+        work_ms = {stage: expected_work_ms(table, inputs[stage]) for stage, table in tables.items()}
         tails = self.tails(work_ms)
         longest = max(work_ms[stage] + tails[stage] for stage in self.sources)
         return {stage: tail / longest for stage, tail in tails.items()}
 
-    def least_ms(self, fastest_ms: Mapping[str, float], slo_ms: float = math.inf) -> dict[str, float]:
+    def least_ms(self, tables: Mapping[str, LatencyTable], slo_ms: float = math.inf) -> dict[str, float]:
         """Return the least time from every stage to the end, ms; refuse an SLO below that of the pipeline."""
+        fastest_ms = {stage: table.fastest_ms for stage, table in tables.items()}
         least = {stage: fastest_ms[stage] + tail for stage, tail in self.tails(fastest_ms, True).items()}
         shortest = max(least[stage] for stage in self.sources)
         if slo_ms < shortest:
@@ -67,14 +68,16 @@ class StageGraph:
         return least
 
 
-def by_name(stages: Iterable[Any]) -> dict[str, Any]:
-    """Return the stages by their names; refuse two of one name."""
-    found: dict[str, Any] = {}
+def by_name(stages: Iterable[Any], kind: Any) -> dict[str, Any]:
+    """Return the stages by their names; refuse other objects than stages, and two of one name."""
+    named: dict[str, Any] = {}
     for stage in stages:
-        if stage.name in found:
+        if not isinstance(stage, kind):
+            raise PipelineError(f"stages: expected {kind.__name__}(...), got {type(stage).__name__}")
+        if stage.name in named:
             raise PipelineError(f"stages: two are called {stage.name!r}; give each a name of its own")
-        found[stage.name] = stage
-    return found
+        named[stage.name] = stage
+    return named
 
 
 def expected_work_ms(table: LatencyTable, inputs: float = 1.0) -> float:
@@ -83,12 +86,3 @@ def expected_work_ms(table: LatencyTable, inputs: float = 1.0) -> float:
     rows = table.latency_ms[:, table.pad_index[max(1, min(most, round(inputs)))] :]
     times = [row[~np.isnan(row)][0] for row in rows if not np.isnan(row).all()]
     return float(np.median(times) if times else np.nanmax(table.latency_ms)) * max(1.0, inputs / most)
-
-
-def with_batches_up_to(table: LatencyTable, most: int, stage: str) -> LatencyTable:
-    """Return the part of a stage's table whose batch sizes are at most `most`."""
-    if most < table.batch_sizes[0]:
-        raise PipelineError(
-            f"stage {stage!r}: batch size {most} is below the smallest of the table ({table.batch_sizes[0]})"
-        )
-    return table.select(batch_sizes=[size for size in table.batch_sizes if size <= most])

@@ -7,9 +7,10 @@ A stage never slows down those before it, so the stages are simulated one after 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +21,16 @@ from subnetact.errors import PipelineError
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms, with_batches_up_to
+from subnetact.serving.pipelines.graph import StageGraph, by_name
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_accuracy, check_count, check_time, expired_rule
-from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.scheduling.checks import check_accuracy, check_time
 from subnetact.serving.simulation.event_loop import EventLoop
-from subnetact.serving.simulation.result import RequestLog, SimulationResult
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
-MakePolicy = Callable[[LatencyTable, float], Policy]
 _NEXT_STEP = "see help(subnetact.serving.PipelineModel.load) for the fields"
 FORMAT = DocumentFormat("a pipeline description", "subnetact.pipeline", 1, _NEXT_STEP)
-_MOST_INPUTS = 1_000_000
-_MOST_INPUTS_IN_ALL = 10**8
+_MOST_INPUTS = 1000
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class StageModel:
         tables: for every type of hardware that the stage can run on, its latency table there. All have the
             same subnets.
         after: for every stage that feeds this one, the share of the requests that take the edge, in (0, 1].
-        inputs: how many inputs requests have at this stage (fan-out), at most 1,000,000 each; every request
-            draws one of the numbers.
+        inputs: how many inputs requests have at this stage (fan-out), at most 1,000 each; every request draws
+            one of the numbers.
         min_accuracy: the least accuracy that its subnets may have, percent.
     """
 
@@ -57,25 +55,18 @@ class StageModel:
 
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
-        if not self.tables:
-            raise PipelineError(f"{where}: no latency table; give one per type of hardware")
-        first = next(iter(self.tables.values()))
-        for hardware, table in self.tables.items():
-            check_accuracy(table)
-            if table.subnets != first.subnets or table.accuracy != first.accuracy:
-                raise PipelineError(f"{where}: the table of {hardware!r} is of other subnets than the first")
+        subnets = {(table.subnets, check_accuracy(table).accuracy) for table in self.tables.values()}
+        if len(subnets) != 1:
+            raise PipelineError(f"{where}: tables: give one per type of hardware, all of the same subnets")
         for other, share in self.after.items():
             if not 0.0 < share <= 1.0:
                 raise PipelineError(f"{where}: the share of {other!r} is {share}; it must be in (0, 1]")
         allowed = range(_MOST_INPUTS + 1)
         if not self.inputs or not all(type(count) is int and count in allowed for count in self.inputs):
-            raise PipelineError(
-                f"{where}: inputs {self.inputs!r} must be whole numbers from 0 to {_MOST_INPUTS:,}"
-            )
-        if self.min_accuracy > (best := max(first.accuracy)):
-            raise PipelineError(
-                f"{where}: min_accuracy {self.min_accuracy} % is above the best subnet ({best} %)"
-            )
+            raise PipelineError(f"{where}: inputs {self.inputs!r}: give whole numbers, 0 to {_MOST_INPUTS}")
+        best = max(max(accuracy) for _, accuracy in subnets)
+        if self.min_accuracy > best:
+            raise PipelineError(f"{where}: min_accuracy {self.min_accuracy} %: the best subnet has {best} %")
 
     @property
     def mean_inputs(self) -> float:
@@ -120,16 +111,15 @@ class PipelineModel:
 
     def __post_init__(self) -> None:
         check_time(self.slo_ms, "slo_ms")
-        by_name(self.stages)
+        by_name(self.stages, StageModel)
         for hardware, price in self.prices.items():
             check_time(price, f"prices: {hardware!r}")
         for stage in self.stages:
-            if unknown := [hardware for hardware in stage.tables if hardware not in self.prices]:
+            for hardware in stage.tables.keys() - self.prices.keys():
                 raise PipelineError(
-                    f"stage {stage.name!r}: a table for {unknown[0]!r}, which has no price; known are "
-                    f"{', '.join(map(repr, self.prices))}"
+                    f"stage {stage.name!r}: a table for {hardware!r}, which has no price; add one"
                 )
-        fastest = {s.name: min(table.fastest_ms for table in s.tables.values()) for s in self.stages}
+        fastest = {s.name: min(s.tables.values(), key=attrgetter("fastest_ms")) for s in self.stages}
         self.graph.least_ms(fastest, self.slo_ms)
 
     @cached_property
@@ -138,24 +128,14 @@ class PipelineModel:
         return StageGraph({s.name: {o: share < 1.0 for o, share in s.after.items()} for s in self.stages})
 
     def chosen_tables(self, choices: Mapping[str, StageChoice]) -> dict[str, LatencyTable]:
-        """Return for every stage of `choices` the table of its hardware, up to its batch size.
-
-        Raises:
-            PipelineError: a stage has no choice, or no table for its hardware, or no such batch size.
-        """
-        found = {}
+        """Return for every stage the table of its chosen hardware, up to its batch size."""
+        tables = {}
         for stage in self.stages:
-            choice = choices.get(stage.name)
-            if choice is None:
-                raise PipelineError(f"choices: none for stage {stage.name!r}")
-            if (table := stage.tables.get(choice.hardware)) is None:
-                raise PipelineError(
-                    f"stage {stage.name!r}: no latency table for hardware {choice.hardware!r}; there are "
-                    f"tables for {', '.join(map(repr, stage.tables))}; profile the stage there"
-                )
-            check_count(choice.workers, "workers")
-            found[stage.name] = with_batches_up_to(table, choice.batch_size, stage.name)
-        return found
+            choice = choices[stage.name]
+            table = stage.tables[choice.hardware]
+            sizes = [size for size in table.batch_sizes if size <= choice.batch_size]
+            tables[stage.name] = table.select(batch_sizes=sizes)
+        return tables
 
     def cost(self, choices: Mapping[str, StageChoice]) -> float:
         """Return the price of all workers of `choices` together."""
@@ -239,16 +219,7 @@ class PipelineEstimate:
 
 
 def estimate_pipeline(
-    arrivals_ms: npt.ArrayLike,
-    model: PipelineModel,
-    choices: Mapping[str, StageChoice],
-    *,
-    make: MakePolicy = HullFit,
-    expired: str = "defer",
-    overhead_ms: float = 0.0,
-    seed: int = 0,
-    taken: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
-    inputs: Mapping[str, npt.NDArray[np.int64]] | None = None,
+    arrivals_ms: npt.ArrayLike, model: PipelineModel, choices: Mapping[str, StageChoice], *, seed: int = 0
 ) -> PipelineEstimate:
     """Simulate a pipeline on a trace with the rules of the live `Pipeline`.
 
@@ -256,44 +227,30 @@ def estimate_pipeline(
         arrivals_ms: arrival times, ms, ascending, shape (requests,).
         model: the stages.
         choices: how every stage is provisioned.
-        make: makes the policy of a stage from its table and the time that requests usually have there, ms.
-        expired: the rule of the stages for requests that are behind their deadline there.
-        overhead_ms: time added to every batch, ms.
         seed: seed of the edges that requests take and of their numbers of inputs.
-        taken: for edges (from, to), which requests take them, shape (requests,). Others are drawn.
-        inputs: for stages, the number of inputs of every request, shape (requests,). Others are drawn.
 
     Returns:
         The simulated pipeline.
 
     Raises:
         TraceError: the arrivals cannot be simulated.
-        PipelineError: a stage has no choice, no table for its hardware, or more than 10^8 inputs in all.
-        PolicyError: a setting is out of range.
     """
     arrivals = checked_arrivals(arrivals_ms)
-    rule = expired_rule(expired)
+    count = len(arrivals)
     tables = model.chosen_tables(choices)
-    graph, stages = model.graph, by_name(model.stages)
-    reserves = graph.reserves({n: expected_work_ms(tables[n], s.mean_inputs) for n, s in stages.items()})
-    least_ms = graph.least_ms({name: table.fastest_ms for name, table in tables.items()})
+    graph, stages = model.graph, by_name(model.stages, StageModel)
+    reserves = graph.reserves(tables, {name: stage.mean_inputs for name, stage in stages.items()})
+    least_ms = graph.least_ms(tables)
     with numeric_arguments():
         rng = np.random.default_rng(seed)
-    alive = np.ones(len(arrivals), dtype=np.bool_)
+    alive = np.ones(count, dtype=np.bool_)
     left: dict[str, Floats] = {}  # when each request left a stage; NaN if it did not take the stage
     found: dict[str, StageEstimate] = {}
     for name in graph.order:
         stage, choice, table, runs, ready = stages[name], choices[name], tables[name], alive.copy(), arrivals
-        drawn = rng.choice(np.array(stage.inputs, dtype=np.int64), len(arrivals))
-        numbers = np.asarray((inputs or {}).get(name, drawn), dtype=np.int64)
-        if (total := int(numbers.sum())) > _MOST_INPUTS_IN_ALL:
-            raise PipelineError(
-                f"stage {name!r}: {total:,} inputs in all; at most {_MOST_INPUTS_IN_ALL:,} can be simulated, "
-                f"so plan with fewer than {len(arrivals):,} requests, or with fewer inputs per request"
-            )
+        numbers = rng.choice(np.array(stage.inputs), count)
         if stage.after:
-            draws = {other: rng.random(len(arrivals)) < share for other, share in stage.after.items()}
-            takes = [(taken or {}).get((o, name), draw) & ~np.isnan(left[o]) for o, draw in draws.items()]
+            takes = [(rng.random(count) < share) & ~np.isnan(left[o]) for o, share in stage.after.items()]
             runs &= np.any(takes, axis=0)
             ready = np.fmax.reduce([left[other] for other in stage.after])
         too_late = runs & (numbers > 0) & (ready + least_ms[name] > arrivals + model.slo_ms)
@@ -303,21 +260,15 @@ def estimate_pipeline(
         requests = np.repeat(np.flatnonzero(runs), numbers[runs])
         requests = requests[np.argsort(ready[requests], kind="stable")]
         share_ms = model.slo_ms * (1.0 - reserves[name])
-        policy = make(table, max(share_ms, table.fastest_ms))
-        slo_ms = (arrivals + share_ms - ready)[requests]
-        given = ready[requests], table, policy, slo_ms, choice.workers, rule
-        found[name] = _simulated(*given, overhead_ms=overhead_ms, floors=choice.min_accuracy)
-        finish = found[name].result.log.finish_ms  # type: ignore[union-attr]
-        alive[requests[np.isnan(finish)]] = False
-        np.fmax.at(left[name], requests, finish)
+        slo_ms: Any = (arrivals + share_ms - ready)[requests] if len(requests) else share_ms
+        policy = HullFit(table, max(share_ms, table.fastest_ms))
+        how: Any = {"floors": choice.min_accuracy, "requests": True}
+        result = EventLoop(ready[requests], table, policy, slo_ms, choice.workers, "defer", **how).run()
+        served_by = result.served_by
+        accuracy = np.average(table.accuracy, weights=served_by) if any(served_by) else math.nan
+        found[name] = StageEstimate(ready[requests], float(accuracy), result)
+        finish_ms = result.log.finish_ms  # type: ignore[union-attr]
+        alive[requests[np.isnan(finish_ms)]] = False
+        np.fmax.at(left[name], requests, finish_ms)
     ends = np.fmax.reduce(list(left.values()))
     return PipelineEstimate(np.where(alive, ends - arrivals, np.nan), model.slo_ms, found)
-
-
-def _simulated(arrivals: Floats, table: LatencyTable, *given: Any, **options: Any) -> StageEstimate:
-    if not len(arrivals):
-        nothing = SimulationResult(served_by=[0] * len(table.subnets), log=RequestLog.empty(0))
-        return StageEstimate(arrivals, math.nan, nothing)
-    result = EventLoop(arrivals, table, *given, requests=True, **options).run()
-    accuracy = np.average(table.accuracy, weights=result.served_by) if any(result.served_by) else math.nan
-    return StageEstimate(arrivals, float(accuracy), result)

@@ -18,7 +18,6 @@ from subnetact.errors import (
     DeadlinePassed,
     InvalidRequest,
     PipelineError,
-    QueueFull,
     RequestError,
     failure_text,
 )
@@ -27,15 +26,13 @@ from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
-from subnetact.serving.live.stats import BatcherStats
-from subnetact.serving.pipelines.graph import StageGraph, by_name, expected_work_ms
+from subnetact.serving.pipelines.graph import StageGraph, by_name
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
 from subnetact.serving.scheduling.checks import check_deadline, check_time
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
 _OUTCOMES = ("met", "late", "dropped", "failed", "cancelled")
-_REFUSALS = (InvalidRequest, QueueFull, BatcherClosed)
 
 
 class StageTime(NamedTuple):
@@ -87,7 +84,6 @@ class PipelineStats:
         refused: requests that were never accepted.
         open: requests without an outcome yet.
         latency_ms: histogram of the latencies of the answers.
-        stages: the counters of every stage's batcher. Their deadlines are those of the stage.
     """
 
     submitted: int
@@ -99,7 +95,6 @@ class PipelineStats:
     refused: int
     open: int
     latency_ms: Histogram
-    stages: dict[str, BatcherStats]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +105,12 @@ class _Trip:
     """
 
     accepted_ms: float
-    deadline_ms: float
+    given_ms: float = 0.0
     future: Any = field(default_factory=AnswerFuture)
     outputs: dict[str, Any] = field(default_factory=dict)
     times: dict[str, list[StageTime]] = field(default_factory=dict)
-    futures: dict[str, list[Future[Answer]]] = field(default_factory=dict)
-    missing: Counter[str] = field(default_factory=Counter)
-    accepted: bool = False
+    futures: dict[str, list[AnswerFuture]] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
 
 
 class Pipeline(ClosedOnExit):
@@ -136,9 +130,8 @@ class Pipeline(ClosedOnExit):
         slo_ms: the usual time from the submission to the deadline, ms.
         sample: one input of the pipeline. It runs through the stages once before anything starts, so that
             stages whose inputs and outputs do not fit are found.
-        expired: the rule of the stages for requests that are behind, as in `Batcher`.
         options: further arguments of every stage's `Batcher`, for example `learn=False`. Those of a stage
-            come before them.
+            come before them. `expired` is "defer" if not given.
 
     Attributes:
         batchers: the batcher of every stage, by name; `Collector(pipeline.batchers, label="stage")` offers
@@ -160,25 +153,15 @@ class Pipeline(ClosedOnExit):
         ...     answer = pipeline.submit(page, deadline_ms=100.0).result()
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, expired: str = "defer", **options: Any
-    ) -> None:
-        for stage in stages:
-            if not isinstance(stage, Stage):
-                raise PipelineError(f"stages: expected Stage(...), got {type(stage).__name__}")
-        self._stages: dict[str, Stage] = by_name(stages)
+    def __init__(self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, **options: Any) -> None:
+        self._stages = by_name(stages, Stage)
         self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
-        self.graph = StageGraph(
-            {name: {o: c is not None for o, c in edges.items()} for name, edges in self._conditions.items()}
-        )
+        self.graph = StageGraph(self._conditions)
         self.slo_ms = check_time(slo_ms, "slo_ms")
         tables = {name: table_of(stage) for name, stage in self._stages.items()}
-        fastest = {name: table.fastest_ms for name, table in tables.items()}
-        self._least_ms = self.graph.least_ms(fastest, self.slo_ms)
-        self._shortest_ms = max(self._least_ms[name] for name in self.graph.sources)
         inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
-        works = {name: expected_work_ms(table, inputs[name]) for name, table in tables.items()}
-        self._reserves = self.graph.reserves(works)
+        self._reserves = self.graph.reserves(tables, inputs)
+        self._least_ms = self.graph.least_ms(tables, self.slo_ms)
         self._try(sample)
         self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
         self._lock = new_lock()  # of the counters and of all trips
@@ -192,7 +175,7 @@ class Pipeline(ClosedOnExit):
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
             for name, stage in self._stages.items():
                 share_ms = self.slo_ms * (1.0 - self._reserves[name])
-                batcher = open_stage(stage, share_ms, tables[name], expired=expired, **options)
+                batcher = open_stage(stage, share_ms, tables[name], options)
                 self.batchers[name] = opened.enter_context(batcher)
             opened.pop_all()
 
@@ -201,13 +184,12 @@ class Pipeline(ClosedOnExit):
         outputs: dict[str, Any] = {}
         for name in self.graph.order:
             stage = self._stages[name]
-            results: list[Any] = []
             try:
                 inputs = self._inputs(name, sample, outputs)
+                engine = engines_of(stage)[0]
                 for x in inputs or ():
-                    engine = engines_of(stage)[0]
                     engine.check(x)
-                    results += engine.run(0, [x], 1)
+                results = [engine.run(0, [x], 1)[0] for x in inputs or ()]
             except Exception as error:
                 feeding = ", ".join(map(repr, self.graph.after[name])) or "the pipeline's input"
                 raise PipelineError(
@@ -249,29 +231,26 @@ class Pipeline(ClosedOnExit):
                 or the first stage refuses the input.
             QueueFull: The queue of a first stage is full.
             BatcherClosed: The pipeline is closed or draining.
+            BatchFailed: The `prepare` of a first stage raised.
         """
+        trip = _Trip(self._clock_ms())
+        with self._lock:
+            self._trips.add(trip)
         try:
-            given = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
-            if given < self._shortest_ms:
-                raise InvalidRequest(
-                    f"deadline_ms: {given:g} is shorter than the shortest path through the stages "
-                    f"({self._shortest_ms:.3g} ms); allow more"
-                )
-            now = self._clock_ms()
-            trip = _Trip(now, now + given)
-            future: Future[PipelineAnswer] = trip.future
-            trip.future.on_cancel(partial(self._end, trip))
-            with self._lock:
-                if self._closing:
-                    raise BatcherClosed("the pipeline is closed or draining; open another one")
-                self._trips.add(trip)
+            trip.given_ms = check_deadline(self.slo_ms if deadline_ms is None else deadline_ms)
+            if self._closing:  # if it is set later, `close` waits for this trip
+                raise BatcherClosed("the pipeline is closed or draining; open another one")
             for name in self.graph.sources:
-                self._enter(trip, name, x)
-        except _REFUSALS:
-            with self._lock:
-                self._counts["refused"] += 1
+                self._queue(trip, name, x)
+        except BaseException:
+            self._end(trip, "refused")
             raise
-        trip.accepted = True
+        future: Future[PipelineAnswer] = trip.future
+        trip.future.on_cancel(partial(self._end, trip, "cancelled"))
+        with self._lock:
+            self._counts["submitted"] += 1
+        for name in self.graph.sources:  # only now that all of them have accepted it
+            self._watch(trip, name)
         return future
 
     async def infer(self, x: Any, deadline_ms: float | None = None) -> PipelineAnswer:
@@ -284,44 +263,43 @@ class Pipeline(ClosedOnExit):
 
     # -- the way through the stages --------------------------------------------------------------
 
-    def _enter(self, trip: _Trip, name: str, x: Any = None) -> None:
-        """Give a request to a stage whose predecessors have all ended; raise if a first stage refuses it."""
-        try:
-            self._send(trip, name, x)
-        except BaseException as cause:
-            error = cause
-            if not isinstance(cause, RequestError):
-                error = BatchFailed(
-                    f"stage {name!r}: its condition, its `prepare`, its fan-out or its check raised "
-                    f"{failure_text(cause)}; look at the input and the functions"
-                )
-                error.__cause__ = cause
-            refused = name in self.graph.sources and isinstance(cause, _REFUSALS)
-            if (self._end(trip, error, refused) and refused) or not isinstance(cause, Exception):
-                raise
-
-    def _send(self, trip: _Trip, name: str, x: Any) -> None:
-        """Submit the inputs of a request to the batcher of a stage."""
+    def _queue(self, trip: _Trip, name: str, x: Any = None) -> None:
+        """Submit the inputs of a request to the batcher of a stage, unless it does not take the stage."""
         stage = self._stages[name]
-        inputs = self._inputs(name, x, trip.outputs)
-        if not inputs:
-            self._leave(trip, name, _NOTHING if inputs is None else [])
-            return
-        now, given = self._clock_ms(), trip.deadline_ms - trip.accepted_ms
-        arrived_ms = now - trip.accepted_ms
-        if trip.deadline_ms < now + self._least_ms[name]:
-            raise DeadlinePassed(
-                f"deadline_ms: {given:g} ms were given, and after {arrived_ms:.1f} ms stage "
-                f"{name!r} cannot lead to an answer in time any more; allow more, or send less"
-            )
-        left = max(trip.deadline_ms - now - self._reserves[name] * given, 1e-3)
-        trip.missing[name] = len(inputs)
-        futures = trip.futures[name] = []
-        for one in inputs:
-            futures.append(self.batchers[name].submit(one, left, min_accuracy=stage.min_accuracy))
-            if trip not in self._trips:  # then `_end` may not have seen this one
-                futures[-1].cancel()
+        try:
+            inputs = self._inputs(name, x, trip.outputs)
+            if inputs is None:
                 return
+            took_ms = self._clock_ms() - trip.accepted_ms
+            left_ms = trip.given_ms - took_ms
+            if inputs and left_ms < self._least_ms[name]:
+                raise (DeadlinePassed if stage.after else InvalidRequest)(
+                    f"deadline_ms: {trip.given_ms:g} ms were given, and after {took_ms:.1f} ms stage "
+                    f"{name!r} cannot lead to an answer in time, which takes {self._least_ms[name]:.3g} ms "
+                    "at least; allow more, or send less"
+                )
+            slack_ms = max(left_ms - self._reserves[name] * trip.given_ms, 1e-3)
+            futures = trip.futures[name] = []
+            for one in inputs:
+                futures.append(self.batchers[name].submit(one, slack_ms, min_accuracy=stage.min_accuracy))
+                if trip not in self._trips:  # then `_end` may not have seen this one
+                    futures[-1].cancel()
+        except RequestError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise BatchFailed(
+                f"stage {name!r}: its condition, its `prepare`, its fan-out or its check raised "
+                f"{failure_text(error)}; look at the input and the functions"
+            ) from error
+
+    def _watch(self, trip: _Trip, name: str) -> None:
+        """Go on when all inputs of a request at a stage are answered."""
+        arrived_ms = self._clock_ms() - trip.accepted_ms
+        futures = trip.futures.get(name)
+        if not futures:
+            self._leave(trip, name, _NOTHING if futures is None else [])
+            return
+        trip.missing[name] = len(futures)
         for future in futures:
             future.add_done_callback(partial(self._answered, trip, name, arrived_ms))
 
@@ -330,7 +308,7 @@ class Pipeline(ClosedOnExit):
         if future.cancelled():  # `_end` cancels what still waits
             return
         if (error := future.exception()) is not None:
-            self._end(trip, error)
+            self._end(trip, "failed", error)
             return
         with self._lock:
             trip.missing[name] -= 1
@@ -351,54 +329,51 @@ class Pipeline(ClosedOnExit):
                 return
             outputs, sinks = trip.outputs, self.graph.sinks
             outputs[name] = output
-            following = self.graph.following[name]
-            ready = [other for other in following if self._conditions[other].keys() <= outputs.keys()]
-            ended = outputs.keys() >= set(sinks)
+            feeding = self._conditions.items()
+            ready = [other for other, edges in feeding if name in edges and edges.keys() <= outputs.keys()]
+            ended = len(outputs) == len(feeding)
         for other in ready:
-            self._enter(trip, other)
+            try:
+                self._queue(trip, other)
+                self._watch(trip, other)
+            except BaseException as error:
+                self._end(trip, "failed", error)
         if ended:
-            last = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
-            output = last if len(sinks) > 1 else next(iter(last.values()), None)
-            now = self._clock_ms()
-            took_ms, met = now - trip.accepted_ms, now <= trip.deadline_ms
-            self._end(trip, PipelineAnswer(output, took_ms, met, trip.times))
+            taken = {sink: outputs[sink] for sink in sinks if outputs[sink] is not _NOTHING}
+            output = taken if len(sinks) > 1 else next(iter(taken.values()), None)
+            latency_ms = self._clock_ms() - trip.accepted_ms
+            met = latency_ms <= trip.given_ms
+            answer = PipelineAnswer(output, latency_ms, met, trip.times)
+            self._end(trip, "met" if met else "late", answer)
 
-    def _end(
-        self, trip: _Trip, found: PipelineAnswer | BaseException | None = None, refused: bool = False
-    ) -> bool:
-        """Give a request its answer, its error, or None if it was cancelled; False if it has ended before."""
+    def _end(self, trip: _Trip, outcome: str, found: PipelineAnswer | BaseException | None = None) -> None:
+        """Count and deliver the outcome of a request, unless it has one, and withdraw it where it waits."""
         with self._lock:
             if trip not in self._trips:
-                return False
+                return
             self._trips.remove(trip)
-            self._ended.notify_all()
+            self._counts["dropped" if isinstance(found, DeadlinePassed) else outcome] += 1
             if isinstance(found, PipelineAnswer):
-                self._counts["met" if found.met else "late"] += 1
                 self._latency.add(found.latency_ms)
-            elif not refused:
-                error = "dropped" if isinstance(found, DeadlinePassed) else "failed"
-                self._counts["cancelled" if found is None else error] += 1
+            self._ended.notify_all()
             future, trip.future = trip.future, None  # a client that keeps it must not keep all outputs alive
-            futures, trip.futures, trip.outputs = trip.futures, {}, {}
-        for one in [one for entered in list(futures.values()) for one in entered]:
-            one.cancel()
+            entered, trip.futures, trip.outputs = trip.futures, {}, {}
+        for waiting in [one for futures in entered.values() for one in futures]:
+            waiting.cancel()
         with suppress(InvalidStateError):  # the client has cancelled in the meantime
             if isinstance(found, PipelineAnswer):
                 future.set_result(found)
-            elif found is not None and not refused:
+            elif found is not None:
                 future.set_exception(found)
-        return True
 
     # -- at any time -----------------------------------------------------------------------------
 
     def stats(self) -> PipelineStats:
-        """Return a snapshot of the counters, with those of every stage."""
-        stages = {name: batcher.stats() for name, batcher in self.batchers.items()}
+        """Return a snapshot of the counters; those of a stage are `batchers[name].stats()`."""
         with self._lock:
-            counts = {name: self._counts[name] for name in (*_OUTCOMES, "refused")}
-            counts["open"] = sum(trip.accepted for trip in self._trips)
-            submitted = sum(counts.values()) - counts["refused"]
-            return PipelineStats(submitted, **counts, latency_ms=self._latency.snapshot(), stages=stages)
+            counts = {name: self._counts[name] for name in ("submitted", *_OUTCOMES, "refused")}
+            counts["open"] = counts["submitted"] - sum(counts[name] for name in _OUTCOMES)
+            return PipelineStats(**counts, latency_ms=self._latency.snapshot())
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
@@ -409,8 +384,7 @@ class Pipeline(ClosedOnExit):
             drain: whether to finish the requests that are on their way; if False, those that wait at a stage
                 end with `BatcherClosed`.
         """
-        with self._lock:
-            self._closing = True
+        self._closing = True
         thread = threading.get_ident()
         if thread in self._closers or close_elsewhere(self.batchers.values(), partial(self.close, drain)):
             return

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 
 from subnetact.errors import PipelineError, PolicyError
-from subnetact.serving.pipelines.model import (
-    MakePolicy,
-    PipelineEstimate,
-    PipelineModel,
-    StageChoice,
-    estimate_pipeline,
-)
+from subnetact.serving.pipelines.model import PipelineEstimate, PipelineModel, StageChoice, estimate_pipeline
 from subnetact.serving.planning.planner import fewest
-from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
-from subnetact.serving.simulation.traces import checked_arrivals
 
 Choices = dict[str, StageChoice]
 
@@ -64,36 +54,42 @@ class PipelinePlan:
 
 @dataclass
 class PlanSearch:
-    """Simulates plans with `simulate(choices)`, and remembers which of them meet the percentile."""
+    """Simulates plans on a trace, and remembers which of them meet the percentile."""
 
+    arrivals_ms: npt.ArrayLike
     model: PipelineModel
     percent: float
     most_workers: int
-    simulate: Callable[[Choices], PipelineEstimate]
-    found: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    seed: int = 0
+    known: dict[tuple[StageChoice, ...], bool] = field(default_factory=dict)
 
     def meets(self, choices: Choices) -> bool:
         """Return whether a plan meets the percentile."""
-        key = tuple(sorted(choices.items()))
-        if key not in self.found:
-            self.found[key] = False
-            with suppress(PolicyError):  # a stage's share of the time is too short to plan
-                self.found[key] = self.simulate(choices).percentile_ms(self.percent) <= self.model.slo_ms
-        return self.found[key]
+        key = tuple(choices.values())
+        if key not in self.known:
+            self.known[key] = self.estimate(choices).percentile_ms(self.percent) <= self.model.slo_ms
+        return self.known[key]
 
-    def fewest(self, make: Callable[[int], Choices], high: int | None = None) -> Choices | None:
-        """Return the plan with the fewest workers that meets the percentile, or None."""
-        most = self.most_workers if high is None else high
-        found = fewest(lambda workers: self.meets(make(workers)), most, high or 1)
-        return None if found is None else make(found)
+    def estimate(self, choices: Choices) -> PipelineEstimate:
+        """Simulate a plan."""
+        return estimate_pipeline(self.arrivals_ms, self.model, choices, seed=self.seed)
 
-    def uniform(self, workers: int, hardware: str | None = None) -> Choices:
-        """Return a plan with as many workers at every stage, on its fastest hardware if none is given."""
-        found = {}
+    def fewest(self, choices: Choices, stages: Iterable[str], most: int, first: int = 1) -> Choices | None:
+        """Return the plan with the fewest workers at some stages that meets the percentile, or None."""
+
+        def with_workers(count: int) -> Choices:
+            return {**choices, **{stage: choices[stage]._replace(workers=count) for stage in stages}}
+
+        count = fewest(lambda count: self.meets(with_workers(count)), most, first)
+        return None if count is None else with_workers(count)
+
+    def uniform(self, hardware: str | None = None) -> Choices | None:
+        """Return the least plan with as many workers at every stage, on its fastest hardware if None."""
+        choices = {}
         for stage in self.model.stages:
             kind, table = min(stage.tables.items(), key=lambda one: (one[0] != hardware, one[1].fastest_ms))
-            found[stage.name] = StageChoice(kind, workers, table.batch_sizes[-1], stage.min_accuracy)
-        return found
+            choices[stage.name] = StageChoice(kind, 1, table.batch_sizes[-1], stage.min_accuracy)
+        return self.fewest(choices, choices, self.most_workers)
 
     def finished(self, choices: Choices | None) -> PipelinePlan:
         """Return a plan with its simulation and its cost; None was found if no plan meets the percentile."""
@@ -102,8 +98,8 @@ class PlanSearch:
                 f"percent: the {self.percent:g}th percentile does not meet the SLO of {self.model.slo_ms:g} "
                 f"ms with {self.most_workers} workers at every stage; allow more time or more workers"
             )
-        cost, estimate = self.model.cost(choices), self.simulate(choices)
-        return PipelinePlan(choices, cost, self.percent, estimate, len(self.found))
+        cost, estimate = self.model.cost(choices), self.estimate(choices)
+        return PipelinePlan(choices, cost, self.percent, estimate, len(self.known))
 
 
 def plan_pipeline(
@@ -111,9 +107,7 @@ def plan_pipeline(
     model: PipelineModel,
     percent: float = 99.0,
     *,
-    make: MakePolicy = HullFit,
     most_workers: int = 256,
-    overhead_ms: float = 0.0,
     seed: int = 0,
 ) -> PipelinePlan:
     """Find workers, batch size and hardware for every stage that meet a percentile at least cost.
@@ -128,9 +122,7 @@ def plan_pipeline(
         arrivals_ms: arrival times, ms, ascending, shape (requests,).
         model: the stages, the prices and the SLO.
         percent: the percentile of the latency that has to be within the SLO.
-        make: makes the policy of a stage from its table and the time that requests usually have there, ms.
         most_workers: the greatest number of workers of a stage.
-        overhead_ms: time added to every batch, ms.
         seed: seed of the simulations.
 
     Returns:
@@ -144,13 +136,11 @@ def plan_pipeline(
     Source:
         InferLine (SoCC'20, section 4).
     """
-    arrivals = checked_arrivals(arrivals_ms)
     if not 0.0 < percent <= 100.0:
         raise PolicyError(f"percent: {percent} must be in (0, 100]")
     check_count(most_workers, "most_workers")
-    simulate = partial(estimate_pipeline, arrivals, model, make=make, overhead_ms=overhead_ms, seed=seed)
-    search = PlanSearch(model, percent, most_workers, simulate)
-    choices = search.fewest(search.uniform)
+    search = PlanSearch(arrivals_ms, model, percent, most_workers, seed)
+    choices = search.uniform()
     options = [choices] if choices is not None else []
     while options:
         choices = min(options, key=model.cost)
@@ -168,13 +158,9 @@ def _cheaper(search: PlanSearch, choices: Choices) -> list[Choices]:
             budget = now.workers * prices[now.hardware] / prices[hardware]
             most = math.ceil(min(budget, search.most_workers + 1) - 1e-9) - 1
             for size in reversed(table.batch_sizes if most >= 1 else ()):
-                other = now._replace(hardware=hardware, batch_size=size)
-                found.append(search.fewest(partial(_with, choices, stage.name, other), most))
+                other = {**choices, stage.name: now._replace(hardware=hardware, batch_size=size)}
+                found.append(search.fewest(other, [stage.name], most, most))
     return [plan for plan in found if plan is not None]
-
-
-def _with(choices: Choices, stage: str, choice: StageChoice, workers: int) -> Choices:
-    return {**choices, stage: choice._replace(workers=workers)}
 
 
 def _raised_accuracy(search: PlanSearch, choices: Choices) -> Choices:

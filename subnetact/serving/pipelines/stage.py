@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,7 @@ from typing import Any
 from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.live.runner import Runner
-from subnetact.serving.pipelines.graph import with_batches_up_to
-from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_count
+from subnetact.serving.live.runner import Runner, runner_per_worker
 from subnetact.serving.scheduling.context import Policy
 
 Condition = Callable[[Any], bool]
@@ -34,14 +30,14 @@ class Stage:
         after: the names of the stages that feed this one. A mapping from names to conditions makes edges
             conditional: `{"find": lambda boxes: len(boxes) > 0}`; a condition of None holds always. If empty,
             the stage gets the pipeline's input.
-        prepare: changes the input of the stage before it is queued; keep it short, it runs on the thread of
-            another stage's worker. If None, nothing is changed.
+        prepare: changes the input of the stage before it is queued; keep it short, all stages share the one
+            thread that it runs on, as conditions do. If None, nothing is changed.
         each: whether the input is a list whose elements the stage runs on separately (fan-out); the output
             of the stage is then the list of the outputs.
         inputs: how many inputs a request typically has at a stage with `each`; deadlines are split with it.
-        table: the latency table of an engine; if None, the policy's. For a function it may be left out.
+        table: the latency table of an engine; its batch sizes are those that the stage may run. A function
+            needs none.
         policy: chooses subnets and batch sizes. If None, `HullFit` over the table.
-        batch_size: the largest batch size; if None, the table's.
         min_accuracy: minimum profiled accuracy of the subnets of this stage, percent. If None, any.
         workers: number of workers; of a list of engines, each is one.
         expected_ms: expected latency of a function, ms.
@@ -56,7 +52,6 @@ class Stage:
     inputs: float = 1.0
     table: LatencyTable | None = None
     policy: Policy | None = None
-    batch_size: int | None = None
     min_accuracy: float | None = None
     workers: int = 1
     expected_ms: float = 1.0
@@ -74,44 +69,26 @@ class Stage:
         return not isinstance(self.runner, Sequence) and not hasattr(self.runner, "run")
 
 
-def engines_of(stage: Stage) -> Any:
-    """Return what a `Batcher` runs on each worker: the engines, or the function as one."""
-    if isinstance(stage.runner, Sequence):
-        return stage.runner
-    runner = _FunctionRunner(stage.name, stage.runner) if stage.is_function else stage.runner
-    return [runner] * check_count(stage.workers, "workers")
+def engines_of(stage: Stage) -> list[Any]:
+    """Return what the workers of the stage run, one each: the engines, or the function as one."""
+    runner: Any = _FunctionRunner(stage.name, stage.runner) if stage.is_function else stage.runner
+    return runner_per_worker(runner, stage.workers)
 
 
 def table_of(stage: Stage) -> LatencyTable:
-    """Return the latency table of the stage, up to its largest batch size."""
-    table = stage.table if stage.table is not None or stage.policy is None else stage.policy.table
-    if table is None and stage.is_function:
-        table = LatencyTable([stage.name], [100.0], [1], [[stage.expected_ms]])
-    if table is None:
-        raise PipelineError(f"stage {stage.name!r}: neither a table nor a policy; give one of them")
-    if stage.batch_size is None or stage.batch_size >= table.batch_sizes[-1]:
-        return table
-    return with_batches_up_to(table, stage.batch_size, stage.name)
+    """Return the latency table of the stage."""
+    if stage.table is not None:
+        return stage.table
+    if stage.is_function:
+        return LatencyTable([stage.name], [100.0], [1], [[stage.expected_ms]])
+    raise PipelineError(f"stage {stage.name!r}: no latency table of its engine; give one")
 
 
-def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, **options: Any) -> Batcher:
+def open_stage(stage: Stage, slo_ms: float, table: LatencyTable, options: Mapping[str, Any]) -> Batcher:
     """Open the batcher of the stage, whose requests usually have `slo_ms`."""
-    own = {"engine", "policy", "table", "workers", "expired", "slo_ms"}  # given by the pipeline itself
-    allowed = set(inspect.signature(Batcher).parameters) - own
-    if wrong := sorted(set(stage.options) - allowed):
-        raise PipelineError(
-            f"stage {stage.name!r}: options: {wrong[0]!r} is no further argument of a Batcher; allowed "
-            f"are {', '.join(sorted(allowed))}"
-        )
-    if stage.policy is None and not stage.is_function and slo_ms < table.fastest_ms:
-        raise PipelineError(
-            f"stage {stage.name!r}: its share of the time is {slo_ms:.3g} ms, but its fastest subnet "
-            f"needs {table.fastest_ms:.3g} ms; allow more"
-        )
+    given = {"expired": "defer", "check_outputs": not stage.is_function, **options, **stage.options}
     slo_ms = max(slo_ms, table.fastest_ms)
-    policy = HullFit(table, slo_ms) if stage.policy is None else stage.policy
-    given = {"check_outputs": not stage.is_function, **options, **stage.options}
-    batcher = Batcher(engines_of(stage), policy=policy, table=table, slo_ms=slo_ms, **given)
+    batcher = Batcher(engines_of(stage), policy=stage.policy, table=table, slo_ms=slo_ms, **given)
     if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
         batcher.corrections.threshold = math.inf
     return batcher
