@@ -128,11 +128,20 @@ class PipelineModel:
         return StageGraph({s.name: {o: share < 1.0 for o, share in s.after.items()} for s in self.stages})
 
     def chosen_tables(self, choices: Mapping[str, StageChoice]) -> dict[str, LatencyTable]:
-        """Return for every stage the table of its chosen hardware, up to its batch size."""
+        """Return for every stage of `choices` the table of its hardware, up to its batch size.
+
+        Raises:
+            PipelineError: a stage has no choice, or no table for its hardware and batch size.
+        """
         tables = {}
         for stage in self.stages:
-            choice = choices[stage.name]
-            table = stage.tables[choice.hardware]
+            choice = choices.get(stage.name)
+            table = None if choice is None else stage.tables.get(choice.hardware)
+            if choice is None or table is None or choice.batch_size < table.batch_sizes[0]:
+                raise PipelineError(
+                    f"choices: {choice} for stage {stage.name!r}; give a StageChoice with hardware of "
+                    f"{', '.join(map(repr, stage.tables))} and a batch size of its table"
+                )
             sizes = [size for size in table.batch_sizes if size <= choice.batch_size]
             tables[stage.name] = table.select(batch_sizes=sizes)
         return tables
