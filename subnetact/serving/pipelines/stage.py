@@ -30,8 +30,8 @@ class Stage:
         after: the names of the stages that feed this one. A mapping from names to conditions makes edges
             conditional: `{"find": lambda boxes: len(boxes) > 0}`; a condition of None holds always. If empty,
             the stage gets the pipeline's input.
-        prepare: changes the input of the stage before it is queued; keep it short, all stages share the one
-            thread that it runs on, as conditions do. If None, nothing is changed.
+        prepare: changes the input of the stage before it is queued; keep it short, it runs on the thread of
+            another stage's worker. If None, nothing is changed.
         each: whether the input is a list whose elements the stage runs on separately (fan-out); the output
             of the stage is then the list of the outputs.
         inputs: how many inputs a request typically has at a stage with `each`; deadlines are split with it.
