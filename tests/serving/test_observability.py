@@ -215,6 +215,7 @@ def test_histogram_edges_are_inclusive() -> None:
     histogram.add_all([1.0, 9.0])
     assert histogram.snapshot().counts == [3, 2, 2]
     assert histogram.snapshot().total == 22.0
+    assert histogram.snapshot().mean == 22.0 / 7
     assert histogram.snapshot().quantile(0.5) == 2.0
     assert histogram.snapshot().quantile(0.99) == math.inf
 

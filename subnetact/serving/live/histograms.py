@@ -36,6 +36,11 @@ class Histogram:
         """Number of values."""
         return sum(self.counts)
 
+    @property
+    def mean(self) -> float:
+        """Mean of the values; NaN without any."""
+        return self.total / self.count if self.count else math.nan
+
     def quantile(self, share: float) -> float:
         """Return the upper edge of the bucket that holds the quantile `share`, 0 to 1; NaN without values."""
         for edge, seen in zip((*self.edges, math.inf), accumulate(self.counts), strict=True):
