@@ -32,6 +32,9 @@ from subnetact.serve.limits import Limits
 from subnetact.serve.source import Source
 
 COUNT_S = 1.0
+BURST = 1000  # requests that may wait in Ray's proxy for a front; what it refuses is in no metric of ours
+    1000  # requests that wait at least in Ray's proxy for a front; what it refuses is in no metric of a front
+)
 
 
 def build_app(
@@ -85,7 +88,7 @@ def build_app(
         num_replicas=fronts,
         # Fronts refuse what the replicas cannot take. They would not if requests waited in Ray's proxy.
         max_ongoing_requests=2 * most * source.max_queue,
-        max_queued_requests=source.max_queue,
+        max_queued_requests=max(source.max_queue, BURST),
         ray_actor_options={"num_cpus": 0},
         request_router_config=ROUTED,
     )
