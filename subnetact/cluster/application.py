@@ -33,8 +33,6 @@ from subnetact.serve.source import Source
 
 COUNT_S = 1.0
 BURST = 1000  # requests that may wait in Ray's proxy for a front; what it refuses is in no metric of ours
-    1000  # requests that wait at least in Ray's proxy for a front; what it refuses is in no metric of a front
-)
 
 
 def build_app(
