@@ -497,11 +497,10 @@ class Texts:
             self.now = self.states[0]
             self.loads = (lambda: self.load(0)) if self.rng.random() < 0.3 else None
             self.loop.refresh()
-            while not self.loop.reserve(self.scheduler.candidates()):
-                pass
+            self.loop.reserve(self.scheduler.candidates())
             if (step := self.scheduler.begin(0.0)) is None:
                 return
-            for request in self.scheduler.step_done(self.loop.compute(step)[0], 0.0):
+            for request in self.scheduler.step_done(self.loop.compute(step), 0.0):
                 self._check(request)
 
     def _choose(self) -> int:
