@@ -67,7 +67,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            286    65      4
     nas              558   196      6
     profile         1240   234      1
-    serving         5468  2097     36
+    serving         5415  2077     36
     generation      1489   459     13
     export          1000   308      6
     demo             289    45      0
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         313    62      0
     cluster          550   134      2
     __main__          17     2      0
-    all            32760  8957    223
+    all            32707  8937    223
 
 The README has a glossary of the words that are used here.
 """

@@ -31,14 +31,12 @@ class Plan:
     Attributes:
         workers: number of workers.
         policy: name of the candidate that was chosen.
-        make: makes that policy from a table.
         result: the simulation of this plan on the slower table.
         tried: SLO attainment of every simulated (candidate, number of workers).
     """
 
     workers: int
     policy: str
-    make: Make
     result: SimulationResult
     tried: dict[tuple[str, int], float]
 
@@ -53,7 +51,6 @@ def plan(
     min_mean_accuracy: float = 0.0,
     most_workers: int = 256,
     expired: str = "drop",
-    seed: int = 0,
 ) -> Plan:
     """Find the fewest workers, and a policy, that meet a target on a machine slower than the profiled one.
 
@@ -71,7 +68,6 @@ def plan(
         min_mean_accuracy: the least mean accuracy over met requests, percent.
         most_workers: the greatest number of workers to try.
         expired: the rule for expired requests; see `simulate`.
-        seed: seed of the simulation.
 
     Returns:
         The plan.
@@ -96,11 +92,8 @@ def plan(
     results: dict[tuple[str, int], SimulationResult] = {}
 
     def meets(name: str, workers: int) -> bool:
-        if (name, workers) not in results:
-            results[name, workers] = simulate(
-                arrivals, slower, candidates[name](slower), slo_ms, workers, expired, seed=seed
-            )
-        result = results[name, workers]
+        result = simulate(arrivals, slower, candidates[name](slower), slo_ms, workers, expired)
+        results[name, workers] = result
         return result.attainment >= attainment and result.mean_accuracy >= min_mean_accuracy
 
     plans: dict[str, int] = {}
@@ -116,7 +109,7 @@ def plan(
             "allow more workers or a longer SLO"
         )
     best = min(plans.items(), key=lambda one: (one[1], -results[one].effective_accuracy))
-    return Plan(best[1], best[0], candidates[best[0]], results[best], tried)
+    return Plan(best[1], best[0], results[best], tried)
 
 
 def fewest(meets: Callable[[int], bool], most: int, first: int = 1) -> int | None:

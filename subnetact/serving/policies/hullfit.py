@@ -15,16 +15,14 @@ The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
 3. **Time of a batch.** A batch of the whole queue may take the cycle at the load, because a larger batch
    makes up for it afterwards; another batch may take the time per request times its size. Time left unspent
    is banked for later batches, so that neighbours on the hull alternate.
-4. **Gain.** Of all pairs (subnet, batch size k) within that time, the one with the greatest
-   k * (accuracy - value) - price * time runs. Time within the cycle is free. The value of a request is what
-   it yields at its point of the hull, accuracy - price * time per request. If every gain is negative, the
-   greatest gain per request wins.
+4. **Gain.** Of all pairs (subnet, batch size k) within that time, the one with the greatest gain per request,
+   accuracy - price * time / k, runs. Time within the cycle is free.
 5. **Drain.** After the batch, the rest of the queue must be able to leave in time in full batches of the
    cheapest subnet. If no batch leaves it that time, the one that answers the most requests per ms runs.
-6. **Overload.** If the load exceeds what the cheapest subnet sustains, a request has no value, because
-   another one must be dropped for it, and all time has a price. The same holds while the requests that expire
-   cost more than a quarter of what the most accurate subnet could gain. Then the most urgent requests expire
-   early if they stand in the way of a full batch and the queue cannot leave in time.
+6. **Overload.** If the load exceeds what the cheapest subnet sustains, all time has the price of requests
+   that must be dropped for it. The same holds while the requests that expire cost more than a quarter of what
+   the most accurate subnet could gain. Then the most urgent requests expire early if they stand in the way of
+   a full batch and the queue cannot leave in time.
 7. **Floors.** The batch is planned for the minimum accuracy of the most urgent request. Requests with lower
    ones go first while time is too short to run all on its subnets and it can wait, so that requests of the
    same kind share batches. The time that floors take beyond the time per request is learned from the batches
@@ -158,25 +156,23 @@ class HullFit:
         hull = self._hull(workers, doublings)
         load, rate = max([self._load(context, hull, *one) for one in horizons])
         tau_ms = (workers / load if load > 0.0 else math.inf) - self._floors_ms.beyond
-        least_ms = hull.taus[0] + self._floors_ms.least
         point = bisect_right(hull.taus, tau_ms) - 1
-        losing = self._losing(context, hull) and nearest_ms <= self.slo_ms  # others have time
-        overload = losing or point < 0 or rate * least_ms > workers
+        busy_ms = rate * (hull.taus[0] + self._floors_ms.least)  # on the cheapest subnets, per ms
+        overload = self._losing(context, hull) or point < 0 or busy_ms > workers
         if overload:
             self._shed(context, hull, horizons)
         batch = self._requests(context, hull, tau_ms, most=overload)
         if overload:
             price = hull.values[0] / hull.taus[0]
             # In overload a margin would only drop requests that might be met.
-            terms = _Terms(math.inf, 0.0, price, 0.0, price, batch.slack_ms, least_ms)
+            terms = _Terms(math.inf, 0.0, price, price, batch.slack_ms)
         else:
             price = hull.slopes[point]
-            value = hull.values[point] - price * hull.taus[point]
             choosing = price if point < len(hull.taus) - 1 else 0.0
             limit_ms = self._time_limit(batch.slack_ms)
             if urgent and farthest_ms > self.slo_ms:
                 limit_ms = min(limit_ms, hull.limit_ms)
-            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, value, choosing, limit_ms, least_ms)
+            terms = _Terms(batch.tau_ms, hull.cycle_ms(tau_ms), price, choosing, limit_ms)
         found = self._best_offer(context, others, hull, batch, terms)
         if found is None:
             batch = self._requests(context, hull, tau_ms, most=True)
@@ -283,13 +279,13 @@ class HullFit:
     def _best_offer(
         self, context: Context, others: Sequence[float], hull: _Hull, batch: _Requests, terms: _Terms
     ) -> tuple[int, Option] | None:
-        """Return (number of requests, option) with the greatest gain that meets all deadlines, or None."""
+        """Return (number of requests, option) with the greatest gain per request in time, or None."""
         fronts, queued, floor = self._fronts, context.queued, batch.floor
-        tau_ms, cycle_ms, price, value, choosing, limit_ms, least_ms = terms
+        tau_ms, cycle_ms, price, choosing, limit_ms = terms
         top = fronts.column_for(batch.eligible)
         most = min(batch.eligible, fronts.sizes[top])
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
-        limit = min(limit_ms, self._drain_limit(context, others, hull, most, least_ms))
+        limit = min(limit_ms, self._drain_limit(context, others, hull, most))
         offers: list[tuple[float, int, Option]] = []
         for column in range(top, -1, -1):
             k = min(fronts.sizes[column], most)
@@ -300,23 +296,19 @@ class HullFit:
                 option = fronts.fastest(column, floor)
                 if option is None or option.latency_ms > limit:
                     continue
-            gain = option.accuracy - value - price * max(option.latency_ms, free_ms) / k
-            offers.append((gain, k, option))
-        if offers and max(offers)[0] > 0.0:
-            offers = [(gain * k, k, option) for gain, k, option in offers]
+            offers.append((option.accuracy - price * max(option.latency_ms, free_ms) / k, k, option))
         for _, k, option in sorted(offers, reverse=True):
-            if k == most or option.latency_ms <= self._drain_limit(context, others, hull, k, least_ms):
+            if k == most or option.latency_ms <= self._drain_limit(context, others, hull, k):
                 return k, option
         return None
 
-    def _drain_limit(
-        self, context: Context, others: Sequence[float], hull: _Hull, k: int, least_ms: float
-    ) -> float:
+    def _drain_limit(self, context: Context, others: Sequence[float], hull: _Hull, k: int) -> float:
         """Return the longest latency, ms, of a batch of k after which the rest still meets its deadlines."""
         rest = context.queued - k
         if rest <= 0:
             return math.inf
-        size, full_ms = hull.full_size, hull.full_ms * least_ms / hull.taus[0]
+        cheapest_ms, size = hull.taus[0], hull.full_size
+        full_ms = hull.full_ms * (cheapest_ms + self._floors_ms.least) / cheapest_ms
         stride = 1 + rest // (MOST_CHUNKS * size)  # behind a long queue, not every batch is looked at
         due = np.array(context.queue.deadlines(k, stride * size)) - self._drain_ms
         missing = np.arange(1.0, stride * len(due) + 1.0, stride) * full_ms
@@ -334,7 +326,7 @@ class HullFit:
             return
         pace, _ = self._fastest_pace(context.floor, queued, context.slack_ms)
         leaving = UNDRAINABLE * pace * hull.workers
-        if pace * full.full_ms < full.batch_size and any(due > leaving * ms for ms, due in horizons):
+        if any(due > leaving * ms for ms, due in horizons):
             end_ms, spare = context.now_ms + full.full_ms, range(queued - full.batch_size)
             context.expire(bisect_left(spare, end_ms, key=context.queue.deadline))
 
@@ -360,10 +352,8 @@ class _Terms(NamedTuple):
     tau_ms: float
     cycle_ms: float
     price: float
-    value: float
     choosing: float  # the price for choosing the subnet at one batch size
     limit_ms: float
-    least_ms: float  # the least time per request that the waiting floors allow
 
 
 class _Requests(NamedTuple):
@@ -395,7 +385,7 @@ class _Hull:
     """What a number of workers can sustain for requests that have `2**doublings` SLOs.
 
     A cell of the table fits if a request that arrives when a worker has just begun such a batch can still be
-    answered in time by another one: without the margins if none fits with them, or else the fastest ones.
+    answered in time by another one; if none does, the fastest cell fits.
 
     Attributes:
         workers: their number.
@@ -414,9 +404,7 @@ class _Hull:
         waits = 1.0 + WAITS_BEHIND / workers
         slo_ms = policy.slo_ms * 2.0**doublings
         self.limit_ms = policy._time_limit(slo_ms) / waits
-        fits = cells <= self.limit_ms
-        if not fits.any():
-            fits = cells <= max(slo_ms / waits, float(cells.min()))
+        fits = cells <= max(self.limit_ms, float(cells.min()))
         per_request = cells / np.array(sizes, dtype=np.float64)
         best = np.where(fits | ~fits.any(axis=1, keepdims=True), per_request, math.inf).argmin(axis=1)
         best_of = enumerate(best.tolist())
