@@ -68,16 +68,16 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     nas              558   196      6
     profile         1240   234      1
     serving         5000  1941     36
-    generation      1444   458     13
+    generation      1442   458     13
     export          1000   308      6
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1881   388      7
+    serve           1879   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            31900  8769    224
+    all            31896  8770    224
 
 The README has a glossary of the words that are used here.
 """

@@ -93,8 +93,8 @@ class ElasticDecoder(nn.Module):
             """Return per subnet the first one to which it has one of the relations."""
             firsts = []
             for spec in subnets:
-                found = (cache_relation(supernet, other, spec) in relations for other in subnets)
-                firsts.append(next(i for i, related in enumerate(found) if related))
+                related = (cache_relation(supernet, other, spec) in relations for other in subnets)
+                firsts.append(next(i for i, is_related in enumerate(related) if is_related))
             return firsts
 
         self.kinds = CacheKinds(alike(permitted), alike({"exact"}))

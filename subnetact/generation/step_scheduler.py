@@ -103,7 +103,8 @@ class Step:
             joins, tokens = request in self.joining, int(min(request.left or 1, self.budget))
             if tokens and self.among & request.among and not (joins and full):
                 yield request, tokens
-            full |= joins and request not in dict(self.parts[-1:])  # nobody overtakes who waits
+            was_taken = bool(self.parts) and self.parts[-1][0] is request
+            full |= joins and not was_taken  # nobody overtakes who waits
 
     def take(self, request: StepRequest, tokens: int) -> None:
         """Put so many tokens of a request into the step."""
@@ -257,11 +258,8 @@ class StepScheduler:
             request.missed += 1
         step.began_ms = now_ms
         step.measure()
-        policy, slack_ms, (sequences, context, prompts) = (
-            self.policy,
-            self._slack_ms(step, others, now_ms),
-            step.size,
-        )
+        policy, slack_ms = self.policy, self._slack_ms(step, others, now_ms)
+        sequences, context, prompts = step.size
         step.subnet = policy.choose(
             slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
         )

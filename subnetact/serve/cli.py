@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _open(args: argparse.Namespace) -> Any:
     """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
-    from subnetact.serve import build_app, build_text_app, read_tokens
+    from subnetact.serve import read_tokens
 
     if not (args.bundle or args.demo or args.text) or (args.demo and args.text):
         raise ServeError("give --bundle FOLDER, --demo, --text, or --bundle FOLDER with --text")
@@ -130,28 +130,34 @@ def _open(args: argparse.Namespace) -> Any:
     common: Any = {"limits": limits, "tokens": tokens, "allowed_hosts": _hosts(args)}
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
-    if args.text:
-        return _text_app(args, partial(build_text_app, **common))
+    service, build = _text_service(args) if args.text else _service(args)
+    with ExitStack() as opened:
+        opened.callback(service.close, drain=False)
+        app = build(**common)
+        opened.pop_all()
+    return app
+
+
+def _service(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
+    """Open the batcher of a network; return it with what makes its application."""
+    from subnetact.serve import build_app
+
     source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})
     engine = source.engine()
     table = source.latency_table(engine)
     logging.getLogger(__name__).info(source.summary(engine, table))
     batcher = source.batcher(engine, table)
-    with ExitStack() as opened:
-        opened.callback(batcher.close, drain=False)
-        app = build_app(batcher, engine, slo_ms=args.slo_ms, name=_name(args, "digits"), **common)
-        opened.pop_all()
-    return app
+    return batcher, partial(build_app, batcher, engine, slo_ms=args.slo_ms, name=_name(args, "digits"))
 
 
-def _text_app(args: argparse.Namespace, build: Callable[..., Any]) -> Any:
-    """Make the application of a language model."""
+def _text_service(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
+    """Open the generator of a language model; return it with what makes its application."""
     parser = options()
     for name in NOT_OF_TEXT - (OF_BUNDLE if args.bundle else set()):
         if getattr(args, name) != parser.get_default(name):
             raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
     from subnetact.generation.text import END_TOKEN
-    from subnetact.serve import text_codec
+    from subnetact.serve import build_text_app, text_codec
 
     stop: tuple[int, ...] = ()  # besides the end tokens of the model
     if args.bundle:
@@ -161,11 +167,7 @@ def _text_app(args: argparse.Namespace, build: Callable[..., Any]) -> Any:
     else:
         tokenizer, stop = text_codec.prompt_tokenizer(), (END_TOKEN,)
         generator = text_codec.text_generator(args.slo_ms, args.max_queue)
-    with ExitStack() as opened:
-        opened.callback(generator.close, drain=False)
-        app = build(generator, tokenizer, name=_name(args, "docstrings"), stop=stop)
-        opened.pop_all()
-    return app
+    return generator, partial(build_text_app, generator, tokenizer, name=_name(args, "docstrings"), stop=stop)
 
 
 def _name(args: argparse.Namespace, embedded: str) -> str:
