@@ -2,16 +2,20 @@
 
 * `torchscript`: `to_torchscript` writes one file that runs any registered subnet, for C++ and Python.
   `elastic_graph` records the network with the subnet as an argument; `scripted_subnets` is the file's module.
-* `programs`: `to_exported_programs` writes one `torch.export` program or AOTInductor package per subnet, over
-  one file of weights; `exported_engine`: `load_exported` runs them.
+* `pt2`: `to_pt2` writes one file with compiled programs of all subnets over one copy of the weights, for C++
+  and Python.
+* `programs`: `to_exported_programs` writes one `torch.export` program per subnet over one file of weights;
+  `exported_engine`: `load_exported` runs what these two write.
 * `onnx`: `to_onnx` writes one self-contained ONNX file per subnet.
 * `triton`: `to_triton` writes a model for NVIDIA Triton Inference Server; `triton_model` is its `model.py`.
 * `subnet_program`: what they share; it traces one subnet, compares, and writes the index of a folder.
+  `input_axes` says which sizes inputs may have.
 """
 
 from subnetact.export.exported_engine import ExportedEngine, load_exported
 from subnetact.export.onnx import to_onnx
 from subnetact.export.programs import to_exported_programs
+from subnetact.export.pt2 import to_pt2
 from subnetact.export.torchscript import to_torchscript
 from subnetact.export.triton import to_triton
 
@@ -20,6 +24,7 @@ __all__ = [
     "load_exported",
     "to_exported_programs",
     "to_onnx",
+    "to_pt2",
     "to_torchscript",
     "to_triton",
 ]

@@ -1,19 +1,23 @@
-"""`ExportedEngine`: runs what `to_exported_programs` wrote, and is called like an `Engine`."""
+"""`ExportedEngine`: runs what `to_pt2` and `to_exported_programs` wrote, and is called like an `Engine`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from subnetact.device import find_device
 from subnetact.engine.config import EngineConfig
-from subnetact.engine.inputs import Stager, check_input, first_of
+from subnetact.engine.inputs import Stager, first_of, shapes
 from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
@@ -23,8 +27,11 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
+from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
+from subnetact.export.pt2 import FACTS, FROZEN, PT2, archive_tools, subnet_name
 from subnetact.export.subnet_program import export_format, quiet
+from subnetact.files.atomic import require_regular
 from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
@@ -35,8 +42,8 @@ Program: TypeAlias = Callable[..., Any]
 class ExportedEngine:
     """Exported subnets that run from one copy of the weights; `load_exported` makes it.
 
-    A `Batcher` takes it in the place of an `Engine`. It may be used from several threads. An AOTInductor
-    package runs one call at a time.
+    A `Batcher` takes it in the place of an `Engine`. It may be used from several threads. A compiled program
+    runs one call at a time.
 
     Attributes:
         specs: the subnets, in the order of their ids.
@@ -45,14 +52,18 @@ class ExportedEngine:
         accuracy: accuracy of every subnet in percent, or None if it was unknown.
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
-        sample: one input without batch axis, on the CPU; only its shape and dtype matter.
+        sample: one input without batch axis, the largest; only its shape and dtype matter.
         dynamic_batch: whether batches of any size run. If false, batches of one run.
     """
 
     def __init__(
-        self, programs: Sequence[Program], config: EngineConfig, facts: dict[str, Any], device: torch.device
+        self,
+        programs: Sequence[Mapping[int, Program]],
+        config: EngineConfig,
+        facts: dict[str, Any],
+        device: torch.device,
     ) -> None:
-        self._programs = tuple(programs)
+        self._programs = tuple(programs)  # of every subnet by batch size, of 0 for all others
         self.specs = tuple(config.specs)
         self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
@@ -60,7 +71,9 @@ class ExportedEngine:
         self.fingerprint: str = facts["fingerprint"]
         self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
-        self.sample = config.sample
+        samples = config.sample if isinstance(config.sample, list) else [config.sample]
+        self._axes = InputAxes(samples, self.dynamic_batch)
+        self.sample = self._axes.sample
         self._stager = Stager(device)
 
     def __len__(self) -> int:
@@ -93,11 +106,18 @@ class ExportedEngine:
             raise InvalidRequest(
                 f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
             )
+        programs, outputs, start = self._programs[subnet], list[Any](), 0
         with torch.inference_mode():
-            return call_with(self._programs[subnet], x)
+            while start < size:
+                left = size - start
+                piece = max((n for n in programs if 0 < n <= left), default=left)
+                batch = map_tensors(lambda t, piece=slice(start, start + piece): t[piece], x)  # type: ignore[misc]
+                outputs.append(call_with(programs.get(piece, programs[0]), batch))
+                start += piece
+        return outputs[0] if len(outputs) == 1 else tree_map(lambda *parts: torch.cat(parts), *outputs)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
-        """Run single inputs, which the `Batcher` has collected, as one batch if batches are dynamic.
+        """Run single inputs, which the `Batcher` has collected: as one batch if they can be one.
 
         Args:
             subnet: id of the subnet.
@@ -110,7 +130,8 @@ class ExportedEngine:
         Raises:
             SpecError: there is no such id.
         """
-        groups = [inputs] if self.dynamic_batch else [[one] for one in inputs]
+        alike = self.dynamic_batch and len({str(shapes(x)) for x in inputs}) == 1
+        groups = [inputs] if alike else [[one] for one in inputs]
         outputs: list[Any] = []
         for group in groups:
             size = len(group)
@@ -118,7 +139,7 @@ class ExportedEngine:
         return outputs
 
     def check(self, x: Any, finite: bool = False) -> None:
-        """Check that an input has the shape and dtype of the example.
+        """Check that an input has the dtype of the examples, and their shape or one between theirs.
 
         Args:
             x: one input without a batch dimension.
@@ -127,24 +148,24 @@ class ExportedEngine:
         Raises:
             InvalidRequest: the input does not pass a check; the message says which one.
         """
-        check_input(x, self.sample, self.device, finite)
+        self._axes.check(x, self.device, finite)
 
 
 def load_exported(
-    directory: StrPath,
+    path: StrPath,
     *,
     device: str | torch.device | None = None,
     trusted: bool = False,
     progress: bool = True,
 ) -> ExportedEngine:
-    """Read what `to_exported_programs` wrote.
+    """Read what `to_pt2` or `to_exported_programs` wrote.
 
-    Loading runs code from the files with all rights of this process. `torch.export.load` evaluates strings
-    and unpickles records of a graph (`compile="none"`), and an AOTInductor package (`compile="aoti"`) is
-    native code. Load only what you or somebody you trust made.
+    Loading runs code from the files with all rights of this process. A .pt2 contains native code, and
+    `torch.export.load` evaluates strings and unpickles records of a graph. Load only what you or somebody you
+    trust made.
 
     Args:
-        directory: the directory of the export.
+        path: the .pt2, or the directory of the export.
         trusted: whether you trust who made the files. Nothing is read unless this is true.
         device: the device to run on. It must be of the kind (CPU or GPU) that the programs were exported for.
             If None, a device of that kind.
@@ -154,54 +175,95 @@ def load_exported(
         The exported subnets.
 
     Raises:
-        ExportError: `trusted` is False.
-        FileFormatError: a file is missing, truncated, changed or of a newer schema, or the packages were
-            compiled by another torch or for another kind of machine.
+        ExportError: `trusted` is False, or torch is too old for a .pt2.
+        FileFormatError: a file is missing, truncated, changed or of a newer schema, or programs were
+            compiled by another torch or for another kind of machine, or graphs written by a newer torch.
         PrecisionError: a subnet computes at a precision that this machine does not run, as in an `Engine`.
         DeviceError: there is no such device.
     """
     if not trusted:
         raise ExportError(
-            f"{directory}: loading it runs code from its files with all rights of this process: torch.export "
-            "evaluates strings and unpickles records of a graph, and an AOTInductor package is native code; "
-            "if you trust who made it, load_exported(..., trusted=True)"
+            f"{path}: loading it runs code from its files with all rights of this process: torch.export "
+            "evaluates strings and unpickles records of a graph, and a .pt2 contains native code; if you trust "
+            "who made it, load_exported(..., trusted=True)"
         )
-    read = partial(_read, device=device, progress=progress)
-    return export_format(PROGRAMS_KIND).read_version(directory, read)
+    if Path(path).is_dir() or Path(path).suffix != ".pt2":
+        read = partial(_read_folder, device=device, progress=progress)
+        return export_format(PROGRAMS_KIND).read_version(path, read)
+    require_regular(path)
+    tools = archive_tools()
+    with PT2.fields(path, (DeviceError, PrecisionError), damaged=(RuntimeError, SpecError, BadZipFile)):
+        return _read_pt2(Path(path), device, tools)
 
 
-def _read(
+def _read_pt2(path: Path, device: str | torch.device | None, tools: Any) -> ExportedEngine:
+    with ZipFile(path) as file, TemporaryDirectory() as folder:
+        if damaged := file.testzip():
+            raise FileFormatError(f"{path}: {damaged} is damaged; restore the file, or export again")
+        names = {name.partition("/")[2]: name for name in file.namelist()}
+        facts = PT2.parsed(path, file.read(names[FACTS]))
+        home, config = _home(path, facts, device)
+        index = -1 if home.index is None else home.index
+        with quiet():
+            loaded = tools.load_pt2(str(path), load_weights_from_disk=True, device_index=index).aoti_runners
+            programs = [{0: _checked(loaded[subnet_name(i)])} for i in range(len(config.specs))]
+            for subnet, sizes in facts["frozen"].items():
+                for size in sizes:
+                    package = file.extract(names[FROZEN.format(subnet_name(int(subnet)), size)], folder)
+                    frozen = torch._inductor.aoti_load_package(package, device_index=index)
+                    programs[int(subnet)][size] = _checked(frozen)
+        return ExportedEngine(programs, config, facts, home)
+
+
+def _read_folder(
     folder: Path, facts: dict[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
     passing = DeviceError, PrecisionError
     with export_format(PROGRAMS_KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
-        home = find_device(facts["device"] if device is None else device)
-        _refuse_foreign(folder, facts, home)
-        config = EngineConfig.from_json(facts)
-        for precision in sorted({spec.precision for spec in config.specs}):
-            require_precision(precision, home)
+        home, config = _home(folder, facts, device)
         names = [program_name(i) for i in range(len(config.specs))]
         missing = sorted({PROGRAM_WEIGHTS, *names} - set(facts["files"]))
         if missing:
             raise FileFormatError(f"{folder}: `files` does not list {missing}")
         tensors = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
-        load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
-        programs = [load(folder / name, own) for name, own in zip(bar, tensors, strict=True)]
+        programs = [{0: _load_graph(folder / name, own)} for name, own in zip(bar, tensors, strict=True)]
         return ExportedEngine(programs, config, facts, home)
 
 
-def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
-    if facts["device"] != device.type:
+def _home(
+    path: Path, facts: Mapping[str, Any], asked: str | torch.device | None
+) -> tuple[torch.device, EngineConfig]:
+    """Return where to run what was exported, and its configuration; refuse what cannot run there."""
+    home = find_device(facts["device"] if asked is None else asked)
+    if facts["device"] != home.type:
         raise FileFormatError(
-            f"{folder}: exported for {facts['device']}, asked to run on {device}; export from an Engine there"
+            f"{path}: exported for {facts['device']}, asked to run on {home}; export from an Engine there"
         )
-    made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(device))
-    if facts["compile"] != "none" and made != here:
+    made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(home))
+    if facts["kind"] == PT2.kind and made != here:
         raise FileFormatError(
-            f"{folder}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
-            "export again on this kind of machine, or with compile='none'"
+            f"{path}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
+            "export again on this kind of machine, or with to_exported_programs"
         )
+    if facts.get("compile", "none") != "none":
+        raise FileFormatError(f"{path}: packages of an earlier version of subnetact; export again with to_pt2")
+    if facts["kind"] != PT2.kind and TorchVersion(made[0]) > here[0].partition("+")[0]:
+        raise FileFormatError(
+            f"{path}: written by torch {made[0]}, this is torch {here[0]}, whose torch.export reads files of "
+            "older versions only; update torch, or export with this one"
+        )
+    config = EngineConfig.from_json(facts)
+    for precision in sorted({spec.precision for spec in config.specs}):
+        require_precision(precision, home)
+    return home, config
+
+
+def _checked(program: Program) -> Program:
+    """Return a compiled program that makes its inputs contiguous, because its code does not check strides."""
+    return lambda *args, **kwargs: program(
+        *map(Tensor.contiguous, args), **map_tensors(Tensor.contiguous, kwargs)
+    )
 
 
 def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Program:
@@ -212,15 +274,3 @@ def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Program:
             own = tensors[name]
             owner[name] = nn.Parameter(own, False) if isinstance(empty, nn.Parameter) else own
     return program.module()
-
-
-def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> Program:
-    with quiet():
-        index: int | None = device.index
-        package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)
-    package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
-
-    def run(*args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
-        return package(*map(Tensor.contiguous, args), **map_tensors(Tensor.contiguous, kwargs))
-
-    return run

@@ -59,9 +59,9 @@ def to_onnx(
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     chosen = chosen_specs(engine, subnets)
-    with exporting(engine, directory, ONNX_KIND, chosen, 3, {}, progress) as (folder, programs):
+    with exporting(engine, directory, ONNX_KIND, chosen, True, {}, progress) as (folder, axes, programs):
         for i, subnet in enumerate(programs):
-            program = subnet.traced(dynamic_batch=True)
+            program = subnet.traced(axes)
             traced = program.module()
             subnet.require_equal(traced, "torch.export")
             inputs = _names("input", subnet.x)
@@ -70,7 +70,7 @@ def to_onnx(
                     program,
                     (),
                     input_names=inputs,
-                    dynamic_shapes={name: {0: "batch"} for name in inputs},  # what the axis is called
+                    dynamic_shapes=dict(zip(inputs, axes.dims(), strict=True)),  # what axes are called
                     output_names=_names("output", call_with(traced, subnet.x)),
                     dynamo=True,
                     verbose=False,

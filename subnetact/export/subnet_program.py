@@ -1,27 +1,27 @@
-"""What exports share: the subnets and inputs to export, their comparison, and the folder with its index."""
+"""What exports share: the subnets and inputs to export, their comparison, and the index of what is written."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from tqdm import tqdm
 
 from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.device import raise_if_explained, raise_if_out_of_memory
-from subnetact.engine.config import EngineConfig
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, shapes
+from subnetact.engine.inputs import batch_like, sample_to_json, shapes
 from subnetact.errors import ExportError, ExportWarning, first_line
+from subnetact.export.input_axes import InputAxes
 from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
@@ -30,14 +30,15 @@ from subnetact.supernet.failure import culprit
 
 @dataclass(frozen=True)
 class SubnetProgram:
-    """One subnet to export: its name in messages, a private view of it, and an example batch."""
+    """One subnet to export: its name in messages, a private view of it, an example batch, and smaller ones."""
 
     name: str
     view: nn.Module
     x: Any
+    smaller: tuple[Any, ...] = ()
 
-    def traced(self, dynamic_batch: bool) -> ExportedProgram:
-        """Return the program of `torch.export`, for batches of any size or for those of the example's."""
+    def traced(self, axes: InputAxes) -> ExportedProgram:
+        """Return the program of `torch.export`, for all sizes that the axes may have."""
         x = self.x
         args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
         if not all(isinstance(part, Tensor) for part in (*args, *(kwargs or {}).values())):
@@ -45,22 +46,20 @@ class SubnetProgram:
                 "this format takes a tensor, or a flat tuple or dictionary of tensors; flatten the network's "
                 "inputs, or serve the Engine itself"
             )
-        batch = {0: Dim("batch", min=1)}
-        shapes: Any = dict.fromkeys(kwargs, batch) if kwargs else (batch,) * len(args)
+        dims = axes.dims()
+        shapes: Any = dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims)
         with quiet(), self.blamed("torch.export"), torch.no_grad():
             call_with(self.view, x)  # computes again what follows from weights that have changed in place
-            return torch.export.export(
-                self.view, args, kwargs, dynamic_shapes=shapes if dynamic_batch else None, strict=False
-            )
+            return torch.export.export(self.view, args, kwargs, dynamic_shapes=shapes, strict=False)
 
     def require_equal(
         self, program: Any, tool: str, tolerance: Tolerance = ROUNDED, batches: Sequence[Any] | None = None
     ) -> None:
         """Raise an `ExportError` unless a program's outputs equal those of the view.
 
-        If `batches` is None, they are the example and its first input.
+        If `batches` is None, they are the example, its first input, and the smaller examples.
         """
-        for batch in batches or (self.x, map_tensors(lambda part: part[:1], self.x)):
+        for batch in batches or (self.x, map_tensors(lambda part: part[:1], self.x), *self.smaller):
             with torch.inference_mode():
                 try:
                     same, why = equal(call_with(program, batch), call_with(self.view, batch), tolerance), ""
@@ -89,46 +88,69 @@ class SubnetProgram:
             ) from error
 
 
+def subnet_programs(
+    engine: Engine, specs: Sequence[SubnetSpec], dynamic_batch: bool, facts: Mapping[str, Any]
+) -> tuple[dict[str, Any], InputAxes, list[SubnetProgram]]:
+    """Return the facts of an export, the axes of its inputs, and its subnets."""
+    axes = InputAxes(engine.samples, dynamic_batch)
+    size = 3 if dynamic_batch else 1
+    x = batch_like(engine.sample, size, engine.device)
+    smaller = tuple(batch_like(sample, size, engine.device) for sample in engine.samples[:-1])
+    supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
+    if not engine.config.allow_uncalibrated:
+        supernet.require_calibrated(specs)
+    programs = [
+        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x, smaller)
+        for i, spec in enumerate(specs)
+    ]
+    own = {"dynamic_batch": dynamic_batch, "inputs": axes.described(), **facts}
+    own |= {"space": supernet.space.id, "fingerprint": supernet.fingerprint()}
+    return described(engine, specs, own), axes, programs
+
+
 @contextmanager
 def exporting(
     engine: Engine,
     directory: StrPath,
     kind: str,
     specs: Sequence[SubnetSpec],
-    batch_size: int,
+    dynamic_batch: bool,
     facts: Mapping[str, Any],
     progress: bool,
-) -> Iterator[tuple[Path, Iterator[SubnetProgram]]]:
-    """Yield a folder to write into and the subnets to write."""
-    x = batch_like(engine.sample, batch_size, engine.device)
-    supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
-    if not engine.config.allow_uncalibrated:
-        supernet.require_calibrated(specs)
-    bar = enumerate(tqdm(specs, desc="exporting subnets", disable=not progress or None))
-    programs = (SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x) for i, spec in bar)
-    facts = {**facts, "space": supernet.space.id, "fingerprint": supernet.fingerprint()}
-    with writing_folder(engine, specs, directory, kind, facts) as folder:
-        yield folder, programs
+) -> Iterator[tuple[Path, InputAxes, Iterable[SubnetProgram]]]:
+    """Yield a folder to write into, the axes of the inputs, and the subnets to write; then add the index."""
+    facts, axes, programs = subnet_programs(engine, specs, dynamic_batch, facts)
+    with export_format(kind).writing(directory, facts) as folder:
+        yield folder, axes, bar(programs, progress)
+
+
+def bar(programs: list[SubnetProgram], progress: bool) -> Iterable[SubnetProgram]:
+    """Return these programs, with a progress bar when standard error is a terminal."""
+    return tqdm(programs, desc="exporting subnets", disable=not progress or None)
 
 
 @contextmanager
 def writing_folder(
     engine: Engine, specs: Sequence[SubnetSpec], directory: StrPath, kind: str, facts: Mapping[str, Any]
 ) -> Iterator[Path]:
-    """Yield an empty folder; then add the index, with the configuration of what is exported, and place it."""
+    """Yield an empty folder for inputs of one shape; then add the index, and place the folder."""
     if len(engine.samples) > 1:
         warnings.warn(
             f"export: it takes inputs of shape {shapes(engine.sample)} only, and pads nothing; pad before",
             ExportWarning,
-            stacklevel=6,
+            stacklevel=4,
         )
-    accuracy = dict(zip(engine.specs, engine.accuracy, strict=True))
-    allow = engine.config.allow_uncalibrated
-    percents = [accuracy.get(spec) for spec in specs]
-    config = EngineConfig(specs, percents, sample=engine.sample, allow_uncalibrated=allow)
-    made = {"subnetact": __version__, "torch": torch.__version__}
-    with export_format(kind).writing(directory, {**made, **facts, **config.to_json()}) as folder:
+    facts = {**described(engine, specs, facts), "sample": sample_to_json(engine.sample)}
+    with export_format(kind).writing(directory, facts) as folder:
         yield folder
+
+
+def described(engine: Engine, specs: Sequence[SubnetSpec], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these facts with the versions and the configuration of what is exported, as JSON."""
+    accuracy = dict(zip(engine.specs, engine.accuracy, strict=True))
+    percents = [accuracy.get(spec) for spec in specs]
+    config = replace(engine.config, specs=specs, accuracy=percents, removed=(), pinned=(), padding=None)
+    return {"subnetact": __version__, "torch": torch.__version__, **facts, **config.to_json()}
 
 
 def export_format(kind: str) -> FolderFormat:
