@@ -1,0 +1,70 @@
+"""`InputAxes`: which axes of the inputs of an exported program are free, and between which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from subnetact.engine.inputs import check_input, parts_of
+from subnetact.supernet.batches import map_tensors, tensors_of
+
+LARGEST_BATCH = 2**30
+
+
+class InputAxes:
+    """The axes of the tensors of a batch: the first one is free from 1 on, if `dynamic_batch` is true.
+
+    Others are free if the samples differ there, from the smallest size of a sample to the largest one. Axes
+    that are equally long in every sample, as those of token ids and of their mask are, stay equally long.
+
+    Attributes:
+        sample: the largest sample, without a batch axis.
+    """
+
+    def __init__(self, samples: Sequence[Any], dynamic_batch: bool) -> None:
+        self.sample = samples[-1]
+        self._dynamic_batch = dynamic_batch
+        shapes = zip(*([t.shape for t in tensors_of(sample)] for sample in samples), strict=True)
+        self._sizes = [list(zip(*sizes, strict=True)) for sizes in shapes]
+        """For every tensor and axis, the sizes in all samples."""
+        every = [sizes for axes in self._sizes for sizes in axes if len(set(sizes)) > 1]
+        self.names = {sizes: f"axis_{i}" for i, sizes in enumerate(dict.fromkeys(every))}
+
+    def dims(self) -> list[dict[int, Dim]]:
+        """Return, for every tensor of a batch, its free axes, as `torch.export` takes them."""
+        free = {sizes: Dim(name, min=min(sizes), max=max(sizes)) for sizes, name in self.names.items()}
+        batch = {0: Dim("batch", min=1)} if self._dynamic_batch else {}
+        return [
+            batch | {i: free[sizes] for i, sizes in enumerate(axes, 1) if sizes in free}
+            for axes in self._sizes
+        ]
+
+    def described(self) -> list[str]:
+        """Return a line per tensor of a batch: name, dtype, then a size per axis, or axis:least:most."""
+        keys = parts_of(self.sample)
+        names = [f"input_{name}" if type(name) is int else str(name) for name in keys or ("input",)]
+        batch = f"batch:1:{LARGEST_BATCH}" if self._dynamic_batch else "1"
+        lines = []
+        for name, part, axes in zip(names, tensors_of(self.sample), self._sizes, strict=True):
+            free = (f"{self.names[s]}:{min(s)}:{max(s)}" if s in self.names else f"{s[0]}" for s in axes)
+            lines.append(" ".join([name, str(part.dtype).removeprefix("torch."), batch, *free]))
+        return lines
+
+    def check(self, x: Any, device: torch.device, finite: bool) -> None:
+        """Raise InvalidRequest unless an input without a batch axis has sizes and dtypes that are allowed."""
+        wanted = self.sample
+        if self.names and [part.dim() for part in tensors_of(x) if isinstance(part, Tensor)] == [
+            len(axes) for axes in self._sizes
+        ]:
+            free, shapes = dict[Any, int](), list[list[int]]()
+            for part, axes in zip(tensors_of(x), self._sizes, strict=True):
+                for size, sizes in zip(part.shape, axes, strict=True):
+                    free.setdefault(sizes, max(min(sizes), min(size, max(sizes))))
+                shapes.append([free[sizes] for sizes in axes])
+            following = iter(shapes)
+            wanted = map_tensors(lambda t: t.new_empty(next(following), device="meta"), self.sample)
+        check_input(x, wanted, device, finite)
