@@ -12,7 +12,6 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from subnetact.device import find_device
@@ -63,7 +62,7 @@ class ExportedEngine:
         facts: dict[str, Any],
         device: torch.device,
     ) -> None:
-        self._programs = tuple(programs)  # of every subnet by batch size, of 0 for all others
+        self._programs = tuple(programs)  # of every subnet by batch size; 0 is any other
         self.specs = tuple(config.specs)
         self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
@@ -106,15 +105,9 @@ class ExportedEngine:
             raise InvalidRequest(
                 f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
             )
-        programs, outputs, start = self._programs[subnet], list[Any](), 0
+        programs = self._programs[subnet]
         with torch.inference_mode():
-            while start < size:
-                left = size - start
-                piece = max((n for n in programs if 0 < n <= left), default=left)
-                batch = map_tensors(lambda t, piece=slice(start, start + piece): t[piece], x)  # type: ignore[misc]
-                outputs.append(call_with(programs.get(piece, programs[0]), batch))
-                start += piece
-        return outputs[0] if len(outputs) == 1 else tree_map(lambda *parts: torch.cat(parts), *outputs)
+            return call_with(programs.get(size, programs[0]), x)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected: as one batch if they can be one.
@@ -247,7 +240,9 @@ def _home(
             "export again on this kind of machine, or with to_exported_programs"
         )
     if facts.get("compile", "none") != "none":
-        raise FileFormatError(f"{path}: packages of an earlier version of subnetact; export again with to_pt2")
+        raise FileFormatError(
+            f"{path}: packages of an earlier version of subnetact; export again with to_pt2"
+        )
     if facts["kind"] != PT2.kind and TorchVersion(made[0]) > here[0].partition("+")[0]:
         raise FileFormatError(
             f"{path}: written by torch {made[0]}, this is torch {here[0]}, whose torch.export reads files of "

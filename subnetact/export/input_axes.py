@@ -32,7 +32,7 @@ class InputAxes:
         self._sizes = [list(zip(*sizes, strict=True)) for sizes in shapes]
         """For every tensor and axis, the sizes in all samples."""
         every = [sizes for axes in self._sizes for sizes in axes if len(set(sizes)) > 1]
-        self.names = {sizes: f"axis_{i}" for i, sizes in enumerate(dict.fromkeys(every))}
+        self.names = {sizes: f"axis_{chr(97 + i)}" for i, sizes in enumerate(dict.fromkeys(every))}
 
     def dims(self) -> list[dict[int, Dim]]:
         """Return, for every tensor of a batch, its free axes, as `torch.export` takes them."""
@@ -44,14 +44,14 @@ class InputAxes:
         ]
 
     def described(self) -> list[str]:
-        """Return a line per tensor of a batch: name, dtype, then a size per axis, or axis:least:most."""
+        """Return a line per tensor of a batch, `name: dtype` and a size or axis:least:most for every axis."""
         keys = parts_of(self.sample)
         names = [f"input_{name}" if type(name) is int else str(name) for name in keys or ("input",)]
         batch = f"batch:1:{LARGEST_BATCH}" if self._dynamic_batch else "1"
         lines = []
         for name, part, axes in zip(names, tensors_of(self.sample), self._sizes, strict=True):
             free = (f"{self.names[s]}:{min(s)}:{max(s)}" if s in self.names else f"{s[0]}" for s in axes)
-            lines.append(" ".join([name, str(part.dtype).removeprefix("torch."), batch, *free]))
+            lines.append(" ".join([f"{name}:", str(part.dtype).removeprefix("torch."), batch, *free]))
         return lines
 
     def check(self, x: Any, device: torch.device, finite: bool) -> None:

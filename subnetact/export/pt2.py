@@ -33,7 +33,7 @@ from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.spec import SubnetSpec
 
 PT2 = DocumentFormat("an export", "subnetact.pt2", 1, "give a file that to_pt2 wrote")
-FACTS = "data/extra/subnetact.json"
+FACTS = "extra/subnetact.json"
 """The record with the inputs, the subnets and their accuracies, the weights' hash, and what compiled it."""
 PROGRAMS = "data/aotinductor/"
 FROZEN = "data/frozen/{}-batch-{}.pt2"
@@ -69,8 +69,8 @@ def to_pt2(
             its weights, with BatchNorm folded and packed, in its code, and is as fast as a fused program of
             the Engine. The engine's pinned subnets come first, then the others from the largest on, each if
             it fits.
-        frozen_batches: the batch sizes that frozen programs are for, each with a copy of its own. Other
-            batches run in pieces of these sizes, and the rest over the shared weights.
+        frozen_batches: the batch sizes that frozen programs are for, each with a copy of its own. Batches of
+            other sizes run over the shared weights.
         subnets: specifications of the subnets to export; "subnet-0" is `subnets[0]`. If None, all that the
             engine serves.
         dynamic_batch: whether programs take batches of any size. If false, they take batches of one.
@@ -96,7 +96,9 @@ def to_pt2(
         raise ExportError(f"path: {path} is not a .pt2 file in a folder that exists; name it model.pt2")
     sizes = sorted(set(frozen_batches if dynamic_batch else [1]), reverse=True)
     if not frozen_mb >= 0 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ExportError(f"frozen_mb {frozen_mb} and frozen_batches {frozen_batches}: give MiB and sizes >= 1")
+        raise ExportError(
+            f"frozen_mb {frozen_mb} and frozen_batches {frozen_batches}: give MiB and sizes >= 1"
+        )
     archives = archive_tools()
     _need_compiler(engine.device)
     own = {"device": engine.device.type, "capability": capability(engine.device)}
@@ -105,7 +107,8 @@ def to_pt2(
     facts["frozen"] = {str(i): sizes for i in sorted(frozen)}
     with TemporaryDirectory() as folder, replacing(path) as temporary:
         package = Path(folder) / "package.pt2"
-        with quiet(), archives.PT2ArchiveWriter(str(temporary)) as archive:
+        with quiet(), temporary.open("wb") as file, archives.PT2ArchiveWriter(file) as archive:
+            archive.write_string(FACTS, json.dumps({**PT2.header, **facts}, indent=1))
             weights = dict[tuple[int, torch.dtype], str]()
             for i, subnet in enumerate(bar(programs, progress)):
                 slices = _add_weights(archive, weights, _compile(subnet, axes, package))
@@ -120,7 +123,6 @@ def to_pt2(
                     fixed = InputAxes(engine.samples, dynamic_batch=False)
                     _compile(replace(subnet, x=x, smaller=()), fixed, package, frozen=True)
                     archive.write_file(FROZEN.format(subnet_name(i), size), str(package))
-            archive.write_string(FACTS, json.dumps({**PT2.header, **facts}, indent=1))
     return Path(path)
 
 
@@ -167,7 +169,9 @@ def _need_compiler(device: torch.device) -> None:
         ) from error
 
 
-def _compile(subnet: SubnetProgram, axes: InputAxes, package: Path, frozen: bool = False) -> dict[str, Tensor]:
+def _compile(
+    subnet: SubnetProgram, axes: InputAxes, package: Path, frozen: bool = False
+) -> dict[str, Tensor]:
     """Compile a subnet into a package, compare it, and return the tensors that it needs from outside."""
     options = {
         "aot_inductor.package_constants_in_so": frozen,
@@ -203,7 +207,9 @@ def _add_weights(
             weights[key] = f"weight_{len(weights)}"
             size = storage.nbytes() // tensor.element_size()
             buffer = io.BytesIO()
-            torch.save(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,)), buffer)
+            torch.save(
+                torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,), (1,)), buffer
+            )
             archive.write_bytes(f"data/weights/{weights[key]}", buffer.getvalue())
         slices[name] = [weights[key], list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
     return slices
