@@ -196,7 +196,8 @@ def _read_pt2(path: Path, device: str | torch.device | None, tools: Any) -> Expo
         names = {name.partition("/")[2]: name for name in file.namelist()}
         facts = PT2.parsed(path, file.read(names[FACTS]))
         home, config = _home(path, facts, device)
-        index = -1 if home.index is None else home.index
+        place: int | None = home.index
+        index = -1 if place is None else place
         with quiet():
             loaded = tools.load_pt2(str(path), load_weights_from_disk=True, device_index=index).aoti_runners
             programs = [{0: _checked(loaded[subnet_name(i)])} for i in range(len(config.specs))]

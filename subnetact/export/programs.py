@@ -1,4 +1,4 @@
-"""`to_exported_programs`: writes one `torch.export` program per subnet, for any machine whose torch reads it."""
+"""`to_exported_programs`: writes one `torch.export` program per subnet, over one file of weights."""
 
 from __future__ import annotations
 

@@ -208,7 +208,8 @@ def _add_weights(
             size = storage.nbytes() // tensor.element_size()
             buffer = io.BytesIO()
             torch.save(
-                torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,), (1,)), buffer
+                torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,), (1,)),
+                buffer,
             )
             archive.write_bytes(f"data/weights/{weights[key]}", buffer.getvalue())
         slices[name] = [weights[key], list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]

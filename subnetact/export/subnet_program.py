@@ -1,4 +1,4 @@
-"""What exports share: the subnets and inputs to export, their comparison, and the index of what is written."""
+"""What exports share: the subnets and inputs to export, their comparison, and the index of the files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from subnetact.supernet.failure import culprit
 
 @dataclass(frozen=True)
 class SubnetProgram:
-    """One subnet to export: its name in messages, a private view of it, an example batch, and smaller ones."""
+    """One subnet to export: its name in messages, a private view, an example batch, and smaller ones."""
 
     name: str
     view: nn.Module
