@@ -11,7 +11,6 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 from tqdm import tqdm
 
 from subnetact.device import find_device
@@ -221,7 +220,7 @@ def _read_folder(
             raise FileFormatError(f"{folder}: `files` does not list {missing}")
         tensors = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
-        programs = [{0: _load_graph(folder / name, own)} for name, own in zip(bar, tensors, strict=True)]
+        programs = [{0: _load_graph(folder / name, own, facts)} for name, own in zip(bar, tensors, strict=True)]
         return ExportedEngine(programs, config, facts, home)
 
 
@@ -244,11 +243,6 @@ def _home(
         raise FileFormatError(
             f"{path}: packages of an earlier version of subnetact; export again with to_pt2"
         )
-    if facts["kind"] != PT2.kind and TorchVersion(made[0]) > here[0].partition("+")[0]:
-        raise FileFormatError(
-            f"{path}: written by torch {made[0]}, this is torch {here[0]}, whose torch.export reads files of "
-            "older versions only; update torch, or export with this one"
-        )
     config = EngineConfig.from_json(facts)
     for precision in sorted({spec.precision for spec in config.specs}):
         require_precision(precision, home)
@@ -262,9 +256,18 @@ def _checked(program: Program) -> Program:
     )
 
 
-def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> Program:
-    with quiet():
-        program = torch.export.load(path)
+def _load_graph(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Program:
+    try:
+        with quiet():
+            program = torch.export.load(path)
+    except Exception as error:
+        made, here = ([int(n) for n in v.split(".")[:2]] for v in (facts["torch"], torch.__version__))
+        if made <= here:
+            raise
+        raise FileFormatError(
+            f"{path}: written by torch {facts['torch']}, this is torch {torch.__version__}, whose torch.export "
+            "cannot read it; install that torch or a newer one, or export with this one"
+        ) from error
     for owner in (program.state_dict, program.constants):
         for name, empty in owner.items():
             own = tensors[name]
