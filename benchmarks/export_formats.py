@@ -1,6 +1,6 @@
 """Measures the formats with one program per subnet: agreement, sizes, load time, memory.
 
-TorchScript is measured by export.py.
+TorchScript is measured by export.py, and .pt2 files by pt2.py.
 
     python benchmarks/export_formats.py [--families ...] [--formats ...] [--full]
         [--out benchmarks/results/export_formats.json]
@@ -121,17 +121,6 @@ def programs(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
     )
 
 
-def packages(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
-    start = time.perf_counter()
-    to_exported_programs(engine, folder, compile="aoti")
-    seconds = (time.perf_counter() - start) / len(engine)
-    loaded = load_exported(folder, trusted=True)
-    measured = measurement(
-        engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2"
-    )
-    return {**measured, "export_s_per_subnet": round(seconds, 1)}
-
-
 def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
     import onnxruntime
 
@@ -146,7 +135,6 @@ def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
 
 FORMATS: dict[str, Callable[[subnetact.Engine, Path], dict[str, Any]]] = {
     "torch.export": programs,
-    "AOTInductor": packages,
     "ONNX": onnx,
 }
 """For each format, a function that exports an engine into a new folder and measures the export."""

@@ -155,7 +155,11 @@ def main() -> None:
     specs = list(dict.fromkeys(specs))[: max([2, *args.subnets])]
     subnetact.calibrate(supernet, specs, [torch.randn(4, 3, args.size, args.size)], progress=False)
     batches = [torch.randn(size, 3, args.size, args.size) for size in BATCHES]
-    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "family": "ofa_resnet50", "image_size": args.size}
+    result: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "family": "ofa_resnet50",
+        "image_size": args.size,
+    }
     weights = sum(t.numel() * t.element_size() for t in supernet.state_dict().values())
     result["weights_MiB"] = round(weights / MIB, 2)
     with tempfile.TemporaryDirectory() as name:

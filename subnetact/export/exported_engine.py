@@ -220,7 +220,9 @@ def _read_folder(
             raise FileFormatError(f"{folder}: `files` does not list {missing}")
         tensors = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
         bar = tqdm(names, desc="loading subnets", disable=not progress or None)
-        programs = [{0: _load_graph(folder / name, own, facts)} for name, own in zip(bar, tensors, strict=True)]
+        programs = [
+            {0: _load_graph(folder / name, own, facts)} for name, own in zip(bar, tensors, strict=True)
+        ]
         return ExportedEngine(programs, config, facts, home)
 
 

@@ -1,14 +1,19 @@
-"""One small supernet of every family, shared by the export tests, and inputs for it."""
+"""Shared by the export tests: one small supernet of every family, inputs for it, and one .pt2 of the digits."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from small_families import small_inputs, small_supernet
 
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.export import to_pt2
 from subnetact.supernet.supernet import Supernet
 
 
@@ -22,3 +27,18 @@ def family() -> Callable[[str], Supernet]:
 def inputs_of() -> Callable[..., dict[str, torch.Tensor]]:
     """A batch of a family's inputs, by name."""
     return small_inputs
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[subnetact.Engine, Path]:
+    """An engine of two subnets, and its .pt2, in which only the largest one is frozen, for batches of one."""
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler: install g++")
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    subnetact.calibrate(supernet, specs, [x], progress=False)
+    engine = subnetact.Engine(supernet, specs, example=x[:1], accuracy=[60.0, None])
+    path = tmp_path_factory.mktemp("pt2") / "model.pt2"
+    largest = sum(p.nbytes for p in supernet.network.parameters()) / 2**20
+    return engine, to_pt2(engine, path, frozen_mb=1.02 * largest, progress=False)

@@ -1,4 +1,4 @@
-"""The C++ example, built and run: every subnet equals Python's output, from eight threads too."""
+"""The C++ examples, built and run: every subnet equals Python's output, from several threads too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def actuate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (
@@ -48,18 +49,18 @@ def actuate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return build / "actuate"
+    return build
 
 
-def run(actuate: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(actuate), str(folder / "model.pt"), str(folder / "cases.pt"), "8", "5"]
+def run(program: Path, folder: Path, model: str = "model.pt") -> subprocess.CompletedProcess[str]:
+    command = [str(program), str(folder / model), str(folder / "cases.pt"), "8", "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("name", ["ofa_resnet50", "dynabert"])
-def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path, tmp_path: Path) -> None:
-    supernet, inputs = family(name), inputs_of(name)
+def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, programs: Path, tmp_path: Path) -> None:
+    actuate, supernet, inputs = programs / "actuate", family(name), inputs_of(name)
     specs = supernet.space.sample(0, 5)
     ms = [[1.0 + i, 2.0 + 2 * i] for i in range(len(specs))]
     accuracy = [50.0 + i for i in range(len(specs))]
@@ -85,3 +86,38 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path
     assert f"subnets {len(specs)} wrong {len(specs)}" in done.stdout
     (tmp_path / "model.pt").write_bytes(b"nothing")
     assert run(actuate, tmp_path).returncode == 2
+
+
+@pytest.mark.slow
+def test_cpp_runs_a_pt2_and_refuses_bad_inputs(
+    compiled: tuple[subnetact.Engine, Path], programs: Path, tmp_path: Path
+) -> None:
+    engine, path = compiled
+    shutil.copy(path, tmp_path / "model.pt2")
+    x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(3))
+    batches = [x[:1], x[:2], x, x.transpose(2, 3), x[::2], x[..., ::2].repeat_interleave(2, 3)]
+    with torch.no_grad():
+        outputs = [[engine.supernet.subnet(spec)(batch) for batch in batches] for spec in engine.specs]
+    other_sizes = [x[:, :, :8], x[..., :15], x[..., :1], x.repeat(1, 1, 2, 2), x.repeat(1, 3, 1, 1), x[:, :0]]
+    other_dtypes = [x.double(), x.half(), x.bfloat16(), x.long(), x.byte(), x.bool(), x.to(torch.complex64)]
+    other_ranks = [x[0], x[0, 0], x[0, 0, 0], x[0, 0, 0, 0], x[None]]
+    refused = [[bad] for bad in (*other_sizes, *other_dtypes, *other_ranks, x[:0])] + [[], [x, x]]
+    cases = {"inputs": [[batch] for batch in batches], "outputs": outputs, "refused": refused}
+    torch.save(cases, tmp_path / "cases.pt")
+    done = run(programs / "run_pt2", tmp_path, "model.pt2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"subnets 2 batches {len(batches)} wrong 0" in done.stdout
+    assert "threads 8 wrong 0" in done.stdout
+    assert f"bad inputs {len(refused) + 3} answered 0" in done.stdout
+    assert done.stdout.count("16 16 is taken on cpu, not") == len(refused) - 2 + 1
+    assert "no subnet 2; this file has 0..1" in done.stdout
+    cases["outputs"] = [[output + 1 for output in own] for own in outputs]
+    torch.save(cases, tmp_path / "cases.pt")
+    assert run(programs / "run_pt2", tmp_path, "model.pt2").returncode == 1
+    (tmp_path / "model.pt2").write_bytes(b"nothing")
+    assert run(programs / "run_pt2", tmp_path, "model.pt2").returncode == 2
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "model.pt2", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b'"torch": "', b'"torch": "9'))
+    done = run(programs / "run_pt2", tmp_path, "model.pt2")
+    assert (done.returncode, "this is torch" in done.stderr) == (2, True)

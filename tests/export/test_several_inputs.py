@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ofa_adapters import load
 from subnetact import Axis, Engine, SubnetSpace, WeightSlice, insert_
-from subnetact.errors import ExportError, ExportWarning, InvalidRequest
+from subnetact.errors import ExportError, InvalidRequest
 from subnetact.export import (
     ExportedEngine,
     load_exported,
@@ -126,19 +126,28 @@ def test_triton_says_where_to_go(engine: Engine, tmp_path: Path) -> None:
         to_triton(engine, tmp_path, name="bert")
 
 
-def test_an_export_of_several_lengths_says_that_it_takes_one(engine: Engine, tmp_path: Path) -> None:
-    example = {name: part[:1] for name, part in small_inputs("dynabert").items()}
-    shorter = {name: part[:, :5] for name, part in example.items()}
-    padding = dict.fromkeys(example, 0)
-    several = Engine(engine.supernet, engine.specs, example=[shorter, example], padding=padding)
+def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path: Path) -> None:
+    """And the first axis down to one; ids and mask keep one length."""
     onnxruntime = pytest.importorskip("onnxruntime")
+    x = small_inputs("dynabert", 4)
+    most = x["input_ids"].shape[1]
+    cut = [{name: part[:n, :length] for name, part in x.items()} for n, length in ((1, 5), (4, most), (3, 6))]
+    example = [{name: part[:1] for name, part in one.items()} for one in cut[:2]]
+    several = Engine(engine.supernet, engine.specs, example=example, padding=dict.fromkeys(x, 0))
     for write in (to_exported_programs, to_onnx):
-        with pytest.warns(ExportWarning, match="pads nothing") as caught:
-            write(several, tmp_path / write.__name__, subnets=engine.specs[:1], progress=False)
-        assert [str(one.filename) for one in caught] == [__file__]
-    file = tmp_path / "to_onnx" / "subnet-0.onnx"
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    length = example["input_ids"].shape[1]
-    assert {tuple(one.shape) for one in session.get_inputs()} == {("batch", length)}
-    with pytest.raises(InvalidRequest):
-        load_exported(tmp_path / "to_exported_programs", trusted=True)(shorter, subnet=0)
+        write(several, tmp_path / write.__name__, subnets=engine.specs[1:], progress=False)
+    exported = load_exported(tmp_path / "to_exported_programs", trusted=True)
+    session = onnxruntime.InferenceSession(tmp_path / "to_onnx" / "subnet-0.onnx")
+    assert {tuple(one.shape) for one in session.get_inputs()} == {("batch", "axis_a")}
+    for batch in cut:
+        with torch.no_grad():
+            expected = engine.supernet.subnet(engine.specs[1])(**batch)
+        torch.testing.assert_close(exported(batch, subnet=0), expected, rtol=5e-5, atol=5e-5)
+        (output,) = session.run(None, {name: part.numpy() for name, part in batch.items()})
+        torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
+    singles = [{name: part[0] for name, part in batch.items()} for batch in cut]
+    assert len(exported.run(0, singles, 4)) == 3
+    with pytest.raises(InvalidRequest, match=r"shape \(4,\), this engine serves .* \(5,\)"):
+        exported({name: part[:, :4] for name, part in x.items()}, subnet=0)
+    with pytest.raises(InvalidRequest, match=r"attention_mask.*shape \(5,\), this engine serves .* \(6,\)"):
+        exported({**cut[2], "attention_mask": cut[2]["attention_mask"][:, :5]}, subnet=0)
