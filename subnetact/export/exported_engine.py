@@ -35,6 +35,9 @@ from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 Program: TypeAlias = Callable[..., Any]
+_PASSING = DeviceError, PrecisionError
+_DAMAGED = RuntimeError, SpecError, BadZipFile
+"""What reading a file raises that is said, and what it raises because the file is damaged."""
 
 
 class ExportedEngine:
@@ -176,15 +179,15 @@ def load_exported(
     if not trusted:
         raise ExportError(
             f"{path}: loading it runs code from its files with all rights of this process: torch.export "
-            "evaluates strings and unpickles records of a graph, and a .pt2 contains native code; if you trust "
-            "who made it, load_exported(..., trusted=True)"
+            "evaluates strings and unpickles records of a graph, and a .pt2 contains native code; if you "
+            "trust who made it, load_exported(..., trusted=True)"
         )
     if Path(path).is_dir() or Path(path).suffix != ".pt2":
         read = partial(_read_folder, device=device, progress=progress)
         return export_format(PROGRAMS_KIND).read_version(path, read)
     require_regular(path)
     tools = archive_tools()
-    with PT2.fields(path, (DeviceError, PrecisionError), damaged=(RuntimeError, SpecError, BadZipFile)):
+    with PT2.fields(path, _PASSING, _DAMAGED):
         return _read_pt2(Path(path), device, tools)
 
 
@@ -211,8 +214,7 @@ def _read_pt2(path: Path, device: str | torch.device | None, tools: Any) -> Expo
 def _read_folder(
     folder: Path, facts: dict[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
-    passing = DeviceError, PrecisionError
-    with export_format(PROGRAMS_KIND).fields(folder, passing, damaged=(RuntimeError, SpecError)):
+    with export_format(PROGRAMS_KIND).fields(folder, _PASSING, _DAMAGED):
         home, config = _home(folder, facts, device)
         names = [program_name(i) for i in range(len(config.specs))]
         missing = sorted({PROGRAM_WEIGHTS, *names} - set(facts["files"]))
@@ -267,8 +269,8 @@ def _load_graph(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, A
         if made <= here:
             raise
         raise FileFormatError(
-            f"{path}: written by torch {facts['torch']}, this is torch {torch.__version__}, whose torch.export "
-            "cannot read it; install that torch or a newer one, or export with this one"
+            f"{path}: written by torch {facts['torch']}, this is torch {torch.__version__}, whose "
+            "torch.export cannot read it; install that torch or a newer one, or export with this one"
         ) from error
     for owner in (program.state_dict, program.constants):
         for name, empty in owner.items():

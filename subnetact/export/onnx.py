@@ -33,9 +33,9 @@ def to_onnx(
     engine, a dictionary, or `input_0`, `input_1`, ... for a tuple. Several outputs have the keys of the
     network's dictionary of tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm
     into convolutions, so outputs equal the supernet's up to rounding. The layers of int8 subnets have
-    int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`). All axes but
-    the first are those of the engine's example, of the largest one if there are several (`ExportWarning`),
-    and nothing is padded.
+    int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`). Axes on
+    which the examples of the engine differ take all sizes from the smallest to the largest, all others but
+    the first have those of the example; nothing is padded.
 
     Args:
         engine: the engine with the subnets and the example input.

@@ -109,7 +109,7 @@ def test_foreign_and_damaged_files_are_refused(
     compiled: tuple[subnetact.Engine, Path], tmp_path: Path
 ) -> None:
     _, path = compiled
-    with pytest.raises(ExportError, match="native code.*trusted=True"):
+    with pytest.raises(ExportError, match=r"native code.*trusted=True"):
         load_exported(path)
     with pytest.raises(MissingFile):
         load_exported(tmp_path / "none.pt2", trusted=True)

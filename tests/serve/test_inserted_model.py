@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from subnetact import Engine
-from subnetact.errors import FileFormatError
 from subnetact.export import load_exported, to_pt2
 from subnetact.profile.cli import main
 
