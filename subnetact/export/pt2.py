@@ -40,6 +40,10 @@ FROZEN = "data/frozen/{}-batch-{}.pt2"
 """Records that are packages of their own: `load_pt2` would give constants to every program that it knows."""
 
 
+PACKED = FUSED._replace(largest=5e-4)
+"""Frozen programs also fold BatchNorm into weights: random OFA-ResNet50 is off by 1.05e-4 of the largest."""
+
+
 def to_pt2(
     engine: Engine,
     path: StrPath,
@@ -187,7 +191,7 @@ def _compile(
     with quiet():
         compiled = torch._inductor.aoti_load_package(str(package))
     if frozen:
-        subnet.require_equal(compiled, "AOTInductor", FUSED, [subnet.x])
+        subnet.require_equal(compiled, "AOTInductor", PACKED, [subnet.x])
         return {}
     used = {name: tensors[name] for name in compiled.get_constant_fqns()}
     compiled.load_constants(used, check_full_update=True, user_managed=True)
