@@ -113,7 +113,7 @@ def to_pt2(
         package = Path(folder) / "package.pt2"
         with quiet(), temporary.open("wb") as file, archives.PT2ArchiveWriter(file) as archive:
             archive.write_string(FACTS, json.dumps({**PT2.header, **facts}, indent=1))
-            weights = dict[tuple[int, torch.dtype], str]()
+            weights = dict[tuple[int, torch.dtype], tuple[str, Tensor]]()
             for i, subnet in enumerate(bar(programs, progress)):
                 slices = _add_weights(archive, weights, _compile(subnet, axes, package))
                 with ZipFile(package) as files:
@@ -200,21 +200,24 @@ def _compile(
 
 
 def _add_weights(
-    archive: Any, weights: dict[tuple[int, torch.dtype], str], tensors: Mapping[str, Tensor]
+    archive: Any, weights: dict[tuple[int, torch.dtype], tuple[str, Tensor]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Add the storages of tensors that are not in the archive yet; return the slice that each tensor is."""
+    """Add the storages of tensors that are not in the archive yet; return the slice that each tensor is.
+
+    `weights` keeps the tensors, so that no other storage gets the address of one that is in the archive.
+    """
     slices = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), tensor.dtype
         if key not in weights:
-            weights[key] = f"weight_{len(weights)}"
+            weights[key] = f"weight_{len(weights)}", tensor
             size = storage.nbytes() // tensor.element_size()
             buffer = io.BytesIO()
             torch.save(
                 torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (size,), (1,)),
                 buffer,
             )
-            archive.write_bytes(f"data/weights/{weights[key]}", buffer.getvalue())
-        slices[name] = [weights[key], list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
+            archive.write_bytes(f"data/weights/{weights[key][0]}", buffer.getvalue())
+        slices[name] = [weights[key][0], list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
     return slices
