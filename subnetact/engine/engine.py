@@ -119,6 +119,9 @@ class Engine:
         ```
     """
 
+    program = "engine"
+    """The kind of program that runs, as in the stamps of latency tables."""
+
     def __init__(
         self,
         supernet: Supernet,

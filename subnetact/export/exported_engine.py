@@ -53,7 +53,12 @@ class ExportedEngine:
         accuracy: accuracy of every subnet in percent, or None if it was unknown.
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
-        sample: one input without batch axis, the largest; only its shape and dtype matter.
+        space: the identity of the supernet's space.
+        program: the kind of program that runs, as in the stamps of latency tables: `aotinductor` from a .pt2,
+            or `torch.export`.
+        samples: one input without batch axis per shape of the engine's examples, the largest last; only their
+            shapes and dtypes matter.
+        sample: the largest of them.
         dynamic_batch: whether batches of any size run. If false, batches of one run.
     """
 
@@ -70,10 +75,12 @@ class ExportedEngine:
         self.ids = tuple(range(len(programs)))
         self.accuracy = tuple(config.accuracy or ())
         self.fingerprint: str = facts["fingerprint"]
+        self.space: str = facts["space"]
+        self.program = "aotinductor" if facts["kind"] == PT2.kind else "torch.export"
         self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
-        samples = config.sample if isinstance(config.sample, list) else [config.sample]
-        self._axes = InputAxes(samples, self.dynamic_batch)
+        self.samples = config.sample if isinstance(config.sample, list) else [config.sample]
+        self._axes = InputAxes(self.samples, self.dynamic_batch)
         self.sample = self._axes.sample
         self._stager = Stager(device)
 
@@ -110,6 +117,10 @@ class ExportedEngine:
         programs = self._programs[subnet]
         with torch.inference_mode():
             return call_with(programs.get(size, programs[0]), x)
+
+    def ready(self, subnet: int) -> Program:
+        """Return the callable of a subnet, a function of one batch as in `ExportedEngine.__call__`."""
+        return partial(self, subnet=subnet)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected: as one batch if they can be one.

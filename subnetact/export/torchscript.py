@@ -8,6 +8,7 @@ were written before keep running wherever a libtorch loads TorchScript.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -18,17 +19,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from subnetact import __version__
+from subnetact.device import machine
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
+from subnetact.export.input_axes import LARGEST_BATCH, InputAxes
 from subnetact.export.scripted_subnets import ScriptedSubnets
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import StrPath
-from subnetact.latency.origin import require_measured_on
+from subnetact.latency.origin import require_measured_on, require_program
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
+from subnetact.profile.modes import ScriptedProgram
+from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
@@ -46,6 +52,7 @@ def to_torchscript(
     subnets: Sequence[SubnetSpec] | None = None,
     table: LatencyTable | None = None,
     slo_ms: float | None = None,
+    batch_sizes: Sequence[int] | None = None,
     progress: bool = True,
 ) -> torch.jit.ScriptModule:
     """Write one TorchScript file that contains the weights once and runs any registered subnet by its number.
@@ -56,13 +63,21 @@ def to_torchscript(
     * `forward(*inputs, subnet)` runs a batch. `subnet` is int64, of shape (1,) or of shape (B, 1) with equal
       numbers.
     * `num_subnets()` and `describe(i)` name the subnets.
-    * `choose(slack_ms, queued)` returns the subnet and the batch size that `SlackFit(table, slo_ms)` chooses.
+    * `choose(slack_ms, queued, min_accuracy=0.0, slo_ms=0.0)` returns the subnet and the batch size that
+      `SlackFit(table, slo_ms)` chooses for a request that needs this accuracy in percent; `slo_ms` of 0 is
+      that of the file. It decides by the latencies of the file itself, which are measured if `slo_ms` is
+      given, and the accuracies of the engine.
+
+    Its attributes (`ScriptedSubnets`) say what it is: names, dtypes and sizes of the inputs, accuracies,
+    batch sizes, latencies, fingerprint, machine and versions, `model.facts` in Python and
+    `model.attr("facts")` in C++.
 
     On one CPU thread, outputs equal those of `supernet.subnet(spec)(*inputs)` bit for bit. Running the module
     does not change it, so several threads may run different subnets at the same time. Tracing cannot see
     everything, for example a branch on the type of a value; therefore every subnet is compared with the
     supernet, on the engine's example and on random numbers, before the file is written. The file refuses
-    inputs with another number of dimensions than those of the example.
+    inputs of other dtypes and sizes than those of the engine's examples. Only the batch is free, and axes in
+    which examples differ, between their sizes.
 
     A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
     with the rights of the process, so load only files of people you trust. This package loads none.
@@ -73,9 +88,10 @@ def to_torchscript(
         path: the file to write, for example `model.pt`.
         subnets: specifications of the subnets to register, in the order of their numbers. If None, those that
             the engine serves.
-        table: latencies of these subnets, `engine.tables["scheduler"]` for example. If None, the file cannot
-            choose.
-        slo_ms: time in ms that a request usually has; it is required with a table.
+        table: latencies of this file that were measured before, `profile_latency(torch.jit.load(path))`. If
+            None, they are measured now, if there is `slo_ms`.
+        slo_ms: time in ms that a request usually has. If None, the file cannot choose.
+        batch_sizes: the batch sizes to measure, ascending. If None, 1, 2, 4, 8 and 16.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -86,13 +102,15 @@ def to_torchscript(
             is missing or cannot be used, or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
         SpecError: there is no subnet, one is repeated, or one belongs to another space.
-        ProfileMismatch: the table belongs to other subnets or other weights.
+        ProfileMismatch: the table belongs to other subnets or other weights, or to another kind of program,
+            such as the engine.
         PolicyError: `slo_ms` is below every latency of the table.
         StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
-        >>> to_torchscript(engine, "model.pt", table=engine.tables["scheduler"], slo_ms=30.0)
+        >>> to_torchscript(engine, "model.pt", slo_ms=30.0, batch_sizes=[1, 2, 4])
         >>> model = torch.jit.load("model.pt")
+        >>> subnet, batch_size = model.choose(12.5, 3)  # 12.5 ms are left, and 3 requests wait
         >>> logits = model(images, torch.tensor([1]))  # subnet 1
     """
     if sys.version_info >= UNSUPPORTED_PYTHON:
@@ -113,44 +131,94 @@ def to_torchscript(
         )
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     keys = [spec.key for spec in specs]
-    policy = _policy(supernet, table, slo_ms, keys)
+    known = dict(zip(engine.specs, engine.accuracy, strict=True))
+    accuracy = [math.nan if (percent := known.get(spec)) is None else percent for spec in specs]
+    table = _checked(table, slo_ms, batch_sizes, keys, supernet.fingerprint(), accuracy)
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
     x = map_tensors(lambda part: part[None].to(engine.device), engine.sample)
-    varied = batch_like(engine.sample, 2, engine.device)
+    varied = [batch_like(sample, 2, engine.device) for sample in engine.samples]
     inputs = _inputs(supernet.network, x)
     views = [supernet.private_view(spec)[0] for spec in specs]
     rows, means, variances = _rows(supernet, specs)
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
-    columns = [] if policy is None else list(policy.table.pad_index)
-    steps = [] if policy is None else policy.steps()
+    described = _described(inputs, engine.samples)
+    facts = {"program": ScriptedProgram.program, "fingerprint": supernet.fingerprint()}
+    facts |= {"space": supernet.space.id, "subnetact": __version__, **_machine(machine(engine.device))}
     with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
-        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, steps)
+        whole = ScriptedSubnets(network, rows, means, variances, keys, accuracy, described, facts)
         scripted: Any = torch.jit.script(whole.eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
         _compare(scripted, SubnetProgram(f"{i} ({specs[i]})", view, x), i, varied)
+    if slo_ms is not None:
+        if table is None:
+            table = profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
+        policy = SlackFit(table, slo_ms)
+        options, scripted.cheapest = policy.fronts()
+        scripted.buckets = policy.buckets
+        scripted.options = [[tuple(option[:3]) for option in reversed(front)] for front in options]
+        scripted.accuracy, scripted.batch_sizes = list(table.accuracy), list(table.batch_sizes)
+        scripted.latency_ms, scripted.slo_ms = table.latency_ms.tolist(), float(slo_ms)
+        scripted.facts = facts | _machine(table.stamp)
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
     return scripted  # type: ignore[no-any-return]
 
 
-def _policy(
-    supernet: Supernet, table: LatencyTable | None, slo_ms: float | None, keys: list[str]
-) -> SlackFit | None:
-    if table is None and slo_ms is None:
-        return None
-    if table is None or slo_ms is None:
+def _checked(
+    table: LatencyTable | None,
+    slo_ms: float | None,
+    batch_sizes: Sequence[int] | None,
+    keys: list[str],
+    fingerprint: str,
+    accuracy: list[float],
+) -> LatencyTable | None:
+    """Return the rows of a table for these subnets; refuse what leads to no decision."""
+    ways = [table, batch_sizes].count(None)
+    if ways == 0 or (ways == 1 and slo_ms is None):
         raise ExportError(
-            "table and slo_ms: `choose` compares latencies with the time in ms that a request usually has; "
-            "give table= and slo_ms=, or neither"
+            "table, slo_ms, batch_sizes: `choose` compares latencies with the time in ms that a request "
+            "usually has; give slo_ms=, and batch_sizes= to measure the file, or table= if that was done"
         )
+    if table is None:
+        unknown = [key for key, percent in zip(keys, accuracy, strict=True) if math.isnan(percent)]
+        if slo_ms is not None and unknown:
+            raise ExportError(
+                f"slo_ms: `choose` compares accuracies, and that of {unknown[0]!r} is not known; give "
+                "them to the engine, Engine(..., accuracy=[...])"
+            )
+        return None
     missing = [key for key in keys if key not in table.subnets]
     if missing:
         raise ProfileMismatch(f"table: lacks {len(missing)} of the subnets, {missing[0]} first; profile them")
-    require_measured_on(table, None, supernet.fingerprint())
-    return SlackFit(table.select([table.subnets.index(key) for key in keys]), slo_ms)
+    require_measured_on(table, None, fingerprint)
+    require_program(table, ScriptedProgram.program, "leave table= out, and the file is measured")
+    return table.select([table.subnets.index(key) for key in keys])
+
+
+def _machine(stamp: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a stamp says of the machine and the versions, for a file."""
+    names = machine(torch.device("cpu"))
+    return {name: str(stamp[name]) for name in names if name in stamp}
+
+
+def _described(
+    inputs: Mapping[str, Tensor], samples: Sequence[Any]
+) -> list[tuple[str, str, list[tuple[str, int, int]]]]:
+    """Return name, dtype and axes of every input, as `ScriptedSubnets` has them."""
+    described = []
+    for (name, x), free in zip(inputs.items(), InputAxes(samples, True).dims(), strict=True):
+        sizes = enumerate(x.shape)
+        axes = [
+            (d.__name__, int(d.min), int(min(d.max, LARGEST_BATCH)))
+            if (d := free.get(i))
+            else (str(size), size, size)
+            for i, size in sizes
+        ]
+        described.append((name, str(x.dtype).removeprefix("torch."), axes))
+    return described
 
 
 def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:
@@ -191,17 +259,19 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]],
 def _forward(inputs: Mapping[str, Tensor]) -> str:
     """Return the source of the method `forward`."""
     names = ", ".join(inputs)
-    checks = [f"    self.require_dims('{name}', {name}.dim(), {x.dim()})" for name, x in inputs.items()]
+    dtypes = ", ".join(f"{name}.dtype == {x.dtype}" for name, x in inputs.items())
     selected = f"self.select(subnet, {next(iter(inputs))}.size(0))"
-    called = f"    return self.network({names}, {selected}, self.means, self.variances)"
-    return "\n".join([f"def forward(self, {names}, subnet):", *checks, called]) + "\n"
+    called = f"self.network({names}, {selected}, self.means, self.variances)"
+    return (
+        f"def forward(self, {names}, subnet):\n    self.check([{names}], [{dtypes}])\n    return {called}\n"
+    )
 
 
-def _compare(scripted: Any, subnet: SubnetProgram, i: int, varied: Any) -> None:
-    """Compare a subnet on the example, and on random numbers if the network runs on them."""
+def _compare(scripted: Any, subnet: SubnetProgram, i: int, varied: Sequence[Any]) -> None:
+    """Compare a subnet on the example, and on random numbers like each example if the network takes them."""
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
         return scripted(*args, *kwargs.values(), torch.tensor([i]))
 
-    batches = [subnet.x, varied] if failure(subnet.view, varied) is None else [subnet.x]
-    subnet.require_equal(run, "TorchScript", batches=batches)
+    batches = [batch for batch in varied if failure(subnet.view, batch) is None]
+    subnet.require_equal(run, "TorchScript", batches=[subnet.x, *batches])

@@ -39,6 +39,20 @@ def require_measured_on(
         raise ProfileMismatch(f"{name}: {wrong}; profile this engine")
 
 
+def require_program(table: LatencyTable, program: str, advice: str, name: str = "table") -> None:
+    """Refuse a table that was measured on another kind of program than the one that will run.
+
+    The stamp of a measured table names the kind: `engine`, `torchscript`, `torch.export`, `aotinductor` or
+    `onnx`. Tables that were stamped before are of engines; a table without a stamp is accepted.
+    """
+    measured = table.stamp.get("program", "engine" if "mode" in table.stamp else program)
+    if measured != program:
+        raise ProfileMismatch(
+            f"{name}: its latencies are those of the program {measured!r}, and {program!r} runs, which has "
+            f"others; {advice}"
+        )
+
+
 def restamped(table: LatencyTable, former: Collection[str], present: Mapping[str, str]) -> LatencyTable:
     """Return a table with the `present` fingerprint, space and dtype, if only values of weights changed.
 

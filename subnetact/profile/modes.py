@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,17 +37,46 @@ def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
 
 def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
     """Return the facts of a table's stamp that say how its subnets were run."""
-    return {"mode": mode, "include_h2d": "h2d" in include}
+    return {"program": "engine", "mode": mode, "include_h2d": "h2d" in include}
+
+
+class ScriptedProgram:
+    """What `to_torchscript` wrote and `torch.jit.load` returned, as `profile_latency` runs it."""
+
+    program = "torchscript"
+
+    def __init__(self, module: Any) -> None:
+        if not hasattr(module, "input_axes"):
+            raise TableError(
+                "this TorchScript module does not say what it takes; load a file that to_torchscript wrote"
+            )
+        self._module = module
+        self.keys = tuple(module.keys)
+        self.ids = tuple(range(len(self.keys)))
+        self.accuracy = tuple(None if math.isnan(percent) else percent for percent in module.accuracy)
+        self.device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self.fingerprint, self.space = module.facts["fingerprint"], module.facts["space"]
+        inputs = zip(module.input_dtypes, module.input_axes, strict=True)
+        largest = ((dtype, [most for _, _, most in axes[1:]]) for dtype, axes in inputs)
+        self.samples = [tuple(torch.ones(shape, dtype=getattr(torch, dtype)) for dtype, shape in largest)]
+
+    def ready(self, subnet: int) -> Callable[[Any], Any]:
+        """Return the callable of a subnet, a function of a tuple of tensors, one batch."""
+        number = torch.tensor([subnet])
+        return lambda x: self._module(*x, number)
 
 
 class TimedRunner:
     """Makes the calls to time, of an engine with the `mode_options` of a mode, or without a mode as it is."""
 
     def __init__(
-        self, engine: Engine, mode: str | None = None, include: Sequence[str] = (), sample: Any = None
+        self, engine: Any, mode: str | None = None, include: Sequence[str] = (), sample: Any = None
     ) -> None:
         self.engine, self.mode, self.facts = engine, mode, run_facts(mode or "as served", include)
-        if mode is None:  # What a journal of an engine that runs its subnets in another way must not have.
+        self.facts["program"] = engine.program
+        if mode is None and isinstance(
+            engine, Engine
+        ):  # What a journal of an engine that runs its subnets in another way must not have.
             config = engine.config
             self.facts["fused"] = [i for i in engine.ids if engine.is_fused(i)]
             self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}

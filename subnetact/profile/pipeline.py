@@ -32,7 +32,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
-from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment
+from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment, weights_of
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -111,7 +111,7 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
     device, how = find_device(job.device), run_facts(job.mode, job.include)
-    facts = environment(source.supernet, device, source.sample, how, job.settings)
+    facts = environment(weights_of(source.supernet), device, source.sample, how, job.settings)
     files = [Path(name) for name in (job.request.subnets, *job.request.accuracy) if Path(name).is_file()]
     options = {
         "batch_sizes": job.batch_sizes,

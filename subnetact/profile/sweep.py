@@ -29,7 +29,7 @@ from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import TimedRunner
+from subnetact.profile.modes import ScriptedProgram, TimedRunner
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import measure
 from subnetact.supernet.batches import map_tensors
@@ -98,20 +98,26 @@ def _co_runners(runner: TimedRunner, count: int) -> CoRunners:
     return CoRunners(network, batch_like(runner.sample, 1, engine.device), count)
 
 
+def weights_of(supernet: Supernet, fingerprint: str | None = None) -> dict[str, Any]:
+    """Return the facts of a stamp about the weights."""
+    return {
+        "supernet": fingerprint or supernet.fingerprint(),
+        "space": supernet.space.id,
+        "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
+    }
+
+
 def environment(
-    supernet: Supernet,
+    weights: Mapping[str, Any],
     device: torch.device,
     sample: Any,
     run_facts: Mapping[str, Any],
     settings: SweepSettings,
-    fingerprint: str | None = None,
 ) -> dict[str, Any]:
     """Return the facts that must be the same to resume a journal; they become the stamp of the table."""
     return {
         **machine(device),
-        "supernet": fingerprint or supernet.fingerprint(),
-        "space": supernet.space.id,
-        "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
+        **weights,
         "input_shape": shapes(sample),
         "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), sample),
         **run_facts,
@@ -122,9 +128,11 @@ def environment(
 
 def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, Any]:
     engine = runner.engine
-    return environment(
-        engine.supernet, engine.device, runner.sample, runner.facts, settings, engine.fingerprint
-    )
+    if isinstance(engine, Engine):
+        weights = weights_of(engine.supernet, engine.fingerprint)
+    else:
+        weights = {"supernet": engine.fingerprint, "space": engine.space}
+    return environment(weights, engine.device, runner.sample, runner.facts, settings)
 
 
 class Sweep:
@@ -184,11 +192,11 @@ class Sweep:
             raise
         except Exception as error:
             if not ran_out_of_memory(error):
-                ready = runner.engine.ready(subnet)
-                where = str(error) if ready.bound is None else summary(ready.bound.view, error)
+                bound = getattr(runner.engine.ready(subnet), "bound", None)
+                where = str(error) if bound is None else summary(bound.view, error)
                 raise TableError(
-                    f"subnet {subnet} ({ready.spec}) does not run at batch size {batch_size}: {where}; give "
-                    "the engine an example that the network takes, or other batch sizes"
+                    f"subnet {subnet} ({runner.engine.keys[subnet]}) does not run at batch size "
+                    f"{batch_size}: {where}; give the engine an example that the network takes, or other batch sizes"
                 ) from error
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -239,7 +247,7 @@ class Sweep:
 
 
 def profile_latency(
-    engine: Engine,
+    engine: Any,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     accuracy: Sequence[float | None] | None = None,
     statistic: str = SweepSettings.statistic,
@@ -255,6 +263,10 @@ def profile_latency(
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
 
+    What was exported is measured as it is: `profile_latency(load_exported(path, trusted=True))`, and
+    `profile_latency(torch.jit.load(path))` for a file of `to_torchscript`. The stamp of the table names the
+    kind of program, and who schedules another kind refuses the table.
+
     The table is returned and not added to the engine. `engine.tables[name] = table` adds it, so that
     `Engine.save` writes it into the bundle.
 
@@ -263,7 +275,8 @@ def profile_latency(
     several windows, between which all other cells that need another one are visited.
 
     Args:
-        engine: the engine whose subnets are measured.
+        engine: the `Engine` whose subnets are measured, an `ExportedEngine`, or the module in a file of
+            `to_torchscript`.
         batch_sizes: ascending.
         accuracy: percent per subnet. If None, the accuracies of the engine, `engine.accuracy`. Accuracies
             that are not known are NaN, and schedulers refuse the table until `table.with_accuracy([...])`.
@@ -280,7 +293,7 @@ def profile_latency(
         shape: which of the shapes of the engine to measure, a position in `engine.samples`. By default the
             largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
             table per shape.
-        check: whether to run `supernet.check` on one input of this shape, once per supernet.
+        check: whether to run `supernet.check` on one input of this shape, once per supernet, if there is one.
 
     Returns:
         The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
@@ -288,8 +301,8 @@ def profile_latency(
         medians are known to `tolerance` percent.
 
     Raises:
-        TableError: `engine` is no `Engine`, no table can be made of an argument, a subnet does not run, or
-            all cells ran out of memory.
+        TableError: `engine` is nothing that can be measured, no table can be made of an argument, a subnet
+            does not run, or all cells ran out of memory.
         InsertError: `supernet.check` fails; the message names the module.
         ResumeMismatch: the file `resume` was begun with another machine, other weights or settings.
         FileFormatError: the file `resume` is no journal.
@@ -298,21 +311,24 @@ def profile_latency(
         >>> table = subnetact.profile_latency(engine, [1, 4], accuracy=[71.3, 76.1], resume="sweep.jsonl")
         >>> engine.tables["cpu"] = table  # engine.save(directory) writes the table too
     """
-    if not isinstance(engine, Engine):
+    if isinstance(engine, torch.jit.ScriptModule):
+        engine = ScriptedProgram(engine)
+    if not hasattr(engine, "program"):
         raise TableError(
-            f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
+            f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x), "
+            "or give what load_exported or, for a file of to_torchscript, torch.jit.load returned"
         )
     if not isinstance(batch_sizes, Iterable):
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(warmup_ms, min_time_ms, windows, max_windows, tolerance, statistic=statistic)
     known = engine.accuracy if accuracy is None else accuracy
-    LatencyTable(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
+    LatencyTable(engine.keys, known, batch_sizes, np.ones((len(engine.keys), len(batch_sizes))))
     warn_of_fractions(known)
     samples = engine.samples
     if type(shape) is not int or not -len(samples) <= shape < len(samples):
         raise TableError(f"shape: {shape!r} is no position among the {len(samples)} examples of the engine")
-    if check:
+    if check and isinstance(engine, Engine):
         engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
     runner = TimedRunner(engine, sample=samples[shape])
     journal = None

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from subnetact.errors import PolicyError, ProfileMismatch
-from subnetact.latency.origin import require_measured_on
+from subnetact.latency.origin import require_measured_on, require_program
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.context import Policy
@@ -90,6 +90,8 @@ def check_runner(
     for table in tables:
         own = getattr(engine, "fingerprint", table.stamp.get("supernet"))
         require_measured_on(table, engine.keys, own)
+        if program := getattr(engine, "program", ""):
+            require_program(table, program, "measure what runs: profile_latency(engine), with this engine")
     if threads is not None and not callable(getattr(engine, "enter_worker", None)):
         raise PolicyError(
             f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from functools import lru_cache, partial
 
@@ -79,27 +78,16 @@ class SlackFit:
         column = self._fronts.column_for(context.queued)
         return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
 
-    def steps(self) -> list[tuple[list[float], list[tuple[int, int]]]]:
-        """Tabulate every decision for requests without a floor; exporters write this table.
+    def fronts(self) -> tuple[list[list[Option]], list[tuple[float, int, int]]]:
+        """Return what decisions are computed from, for programs that decide without this package.
 
         Returns:
-            For each profiled batch size that the queue rounds up to: (slacks in ms, ascending, with the
-            margins subtracted; decisions, one more than slacks). Decision j applies if exactly the first j
-            slacks are at most the slack.
+            For each profiled batch size, the Pareto-optimal options, by ascending latency and accuracy. For
+            each accuracy, percent, ascending: (accuracy, the cheapest subnet that reaches it, its largest
+            batch size), which runs if nothing finishes in time.
         """
-        plan = self._plan(NO_FLOOR)
-        tables = []
-        for column in range(len(self.table.batch_sizes)):
-            latencies = self._fronts.latencies[: column + 1]
-            slacks: list[float] = []
-            answers = [plan.answer(column, -math.inf)]
-            for slack_ms in sorted({*plan.edges, *(ms for front in latencies for ms in front)}):
-                answer = plan.answer(column, slack_ms)
-                if answer != answers[-1]:
-                    slacks.append(slack_ms)
-                    answers.append(answer)
-            tables.append((slacks, answers))
-        return tables
+        accuracies = self._fronts.floors.accuracies
+        return self._fronts.options, [(a, *self._fronts.last_resort(a)) for a in accuracies]
 
     def retabled(self, table: LatencyTable) -> SlackFit:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
