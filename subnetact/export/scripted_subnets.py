@@ -29,8 +29,10 @@ class ScriptedSubnets(nn.Module):
     batch_sizes: list[int]
     latency_ms: list[list[float]]
     """Of every subnet at every batch size; NaN if it does not run. Empty without a latency table."""
-    options: list[list[tuple[float, float, int]]]
-    """Per batch size, the Pareto-optimal subnets by descending latency: that in ms, accuracy, number."""
+    options_ms: list[list[float]]
+    """Per batch size, latencies of the Pareto-optimal subnets, descending; their accuracies and numbers:"""
+    options_accuracy: list[list[float]]
+    options_subnet: list[list[int]]
     cheapest: list[tuple[float, int, int]]
     """Per accuracy: that, the cheapest subnet that reaches it, and its largest batch size."""
 
@@ -60,7 +62,9 @@ class ScriptedSubnets(nn.Module):
         self.buckets = 0
         self.batch_sizes = []
         self.latency_ms = []
-        self.options = []
+        self.options_ms = []
+        self.options_accuracy = []
+        self.options_subnet = []
         self.cheapest = []
 
     @torch.jit.export
@@ -89,7 +93,7 @@ class ScriptedSubnets(nn.Module):
         `min_accuracy`, percent, is that of the most urgent request. `slo_ms` is the time that a request
         usually has; 0 means that of the file.
         """
-        if len(self.options) == 0:
+        if len(self.options_ms) == 0:
             raise ValueError("exported without latencies; give to_torchscript slo_ms=, and it measures them")
         if math.isnan(slack_ms):
             raise ValueError("slack_ms is not a number")
@@ -100,13 +104,19 @@ class ScriptedSubnets(nn.Module):
             raise ValueError("min_accuracy: " + str(min_accuracy) + " % is above the best, " + str(best))
         slo = self.slo_ms if slo_ms == 0.0 else slo_ms
         fastest, column, low, high = math.inf, 0, math.inf, -math.inf
-        for at, options in enumerate(self.options):
+        firsts: list[int] = []
+        for at, latencies in enumerate(self.options_ms):
             if at > 0 and self.batch_sizes[at - 1] < queued:
                 column = at
-            for latency, accuracy, _ in options:
-                fastest = min(fastest, latency)
-                if latency <= slo and accuracy >= min_accuracy:
-                    low, high = min(low, latency), max(high, latency)
+            first = 0
+            if len(latencies) > 0:
+                fastest = min(fastest, latencies[-1])
+                if latencies[0] > slo:
+                    first = self.position(latencies, slo, False, 0.0, 1.0)
+                last = self.position(self.options_accuracy[at], min_accuracy, True, 0.0, 1.0) - 1
+                if first <= last:
+                    low, high = min(low, latencies[last]), max(high, latencies[first])
+            firsts.append(first)
         if not (fastest <= slo and slo < math.inf):
             raise ValueError("slo_ms: " + str(slo) + " must be finite and at least " + str(fastest))
         usable, width = 0, (high - low) / self.buckets
@@ -115,20 +125,33 @@ class ScriptedSubnets(nn.Module):
                 usable += 1
             if usable == self.buckets - 1 and high <= slack_ms:
                 usable = self.buckets
-        if usable > 0:
-            for at in range(column, -1, -1):
-                for latency, accuracy, subnet in self.options[at]:
-                    reached = usable == self.buckets or (latency - low) / width < usable
-                    if reached and latency <= slo and accuracy >= min_accuracy:
-                        return subnet, self.batch_sizes[at]
-        for at in range(column, -1, -1):
-            for latency, accuracy, subnet in self.options[at]:
-                if accuracy >= min_accuracy and latency <= slack_ms:
-                    return subnet, self.batch_sizes[at]
+        for in_buckets in (True, False):  # what a usable bucket holds, or else what ends within the slack
+            for at in range(column if usable > 0 or not in_buckets else -1, -1, -1):
+                first = firsts[at] if in_buckets else 0
+                if not in_buckets:
+                    first = self.position(self.options_ms[at], slack_ms, False, 0.0, 1.0)
+                elif usable < self.buckets:
+                    first = max(first, self.position(self.options_ms[at], float(usable), True, low, width))
+                if first < len(self.options_ms[at]) and self.options_accuracy[at][first] >= min_accuracy:
+                    return self.options_subnet[at][first], self.batch_sizes[at]
         for accuracy, subnet, size in self.cheapest:
             if accuracy >= min_accuracy:
                 return subnet, size
         raise ValueError("unreachable")
+
+    @torch.jit.export
+    def position(self, values: list[float], limit: float, strict: bool, low: float, width: float) -> int:
+        """Return the first of descending values where (value - low) / width is at most, or below, a limit."""
+        start, end = 0, len(values)
+        at = end - 1
+        while start < end:
+            reach = (values[at] - low) / width
+            if reach < limit or (reach == limit and not strict):
+                end = at
+            else:
+                start = at + 1
+            at = (start + end) // 2
+        return start
 
     @torch.jit.export
     def check(self, inputs: list[Tensor], dtypes: list[bool]) -> None:

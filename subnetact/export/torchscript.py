@@ -156,9 +156,12 @@ def to_torchscript(
         if table is None:
             table = profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
         policy = SlackFit(table, slo_ms)
-        options, scripted.cheapest = policy.fronts()
+        fronts, scripted.cheapest = policy.fronts()
         scripted.buckets = policy.buckets
-        scripted.options = [[tuple(option[:3]) for option in reversed(front)] for front in options]
+        fronts = [front[::-1] for front in fronts]
+        scripted.options_ms = [[option.latency_ms for option in front] for front in fronts]
+        scripted.options_accuracy = [[option.accuracy for option in front] for front in fronts]
+        scripted.options_subnet = [[option.subnet for option in front] for front in fronts]
         scripted.accuracy, scripted.batch_sizes = list(table.accuracy), list(table.batch_sizes)
         scripted.latency_ms, scripted.slo_ms = table.latency_ms.tolist(), float(slo_ms)
         scripted.facts = facts | _machine(table.stamp)

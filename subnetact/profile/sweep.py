@@ -196,7 +196,8 @@ class Sweep:
                 where = str(error) if bound is None else summary(bound.view, error)
                 raise TableError(
                     f"subnet {subnet} ({runner.engine.keys[subnet]}) does not run at batch size "
-                    f"{batch_size}: {where}; give the engine an example that the network takes, or other batch sizes"
+                    f"{batch_size}: {where}; give the engine an example that "
+                    "the network takes, or other batch sizes"
                 ) from error
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
