@@ -1,9 +1,13 @@
 """The module that TorchScript compiles: the recorded network, and which integers each subnet runs it with."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies.slackfit import SlackFit
 
 
 class ScriptedSubnets(nn.Module):
@@ -184,3 +188,19 @@ class ScriptedSubnets(nn.Module):
         if first != int(subnet.max()):
             raise ValueError("one batch holds different subnets; batch per subnet, they cannot run together")
         return self.rows[self.known(first)]
+
+
+def decide_by(module: Any, table: LatencyTable, slo_ms: float) -> None:
+    """Let a `ScriptedSubnets`, compiled or not, choose as `SlackFit(table, slo_ms)` does."""
+    policy = SlackFit(table, slo_ms)
+    fronts, module.cheapest = policy.fronts()
+    descending = [front[::-1] for front in fronts]
+    module.options_ms = [[option.latency_ms for option in front] for front in descending]
+    module.options_accuracy = [[option.accuracy for option in front] for front in descending]
+    module.options_subnet = [[option.subnet for option in front] for front in descending]
+    module.accuracy, module.batch_sizes = list(table.accuracy), list(table.batch_sizes)
+    module.latency_ms, module.slo_ms, module.buckets = (
+        table.latency_ms.tolist(),
+        float(slo_ms),
+        policy.buckets,
+    )

@@ -26,7 +26,7 @@ from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.input_axes import LARGEST_BATCH, InputAxes
-from subnetact.export.scripted_subnets import ScriptedSubnets
+from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import StrPath
@@ -35,7 +35,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import template_of
 from subnetact.profile.modes import ScriptedProgram
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
-from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import failure
@@ -155,15 +154,7 @@ def to_torchscript(
     if slo_ms is not None:
         if table is None:
             table = profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
-        policy = SlackFit(table, slo_ms)
-        fronts, scripted.cheapest = policy.fronts()
-        scripted.buckets = policy.buckets
-        fronts = [front[::-1] for front in fronts]
-        scripted.options_ms = [[option.latency_ms for option in front] for front in fronts]
-        scripted.options_accuracy = [[option.accuracy for option in front] for front in fronts]
-        scripted.options_subnet = [[option.subnet for option in front] for front in fronts]
-        scripted.accuracy, scripted.batch_sizes = list(table.accuracy), list(table.batch_sizes)
-        scripted.latency_ms, scripted.slo_ms = table.latency_ms.tolist(), float(slo_ms)
+        decide_by(scripted, table, slo_ms)
         scripted.facts = facts | _machine(table.stamp)
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)

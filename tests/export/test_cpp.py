@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -86,6 +87,46 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, programs: Pat
     assert f"subnets {len(specs)} wrong {len(specs)}" in done.stdout
     (tmp_path / "model.pt").write_bytes(b"nothing")
     assert run(actuate, tmp_path).returncode == 2
+
+
+def test_cpp_meets_deadlines(digits: Any, programs: Path, tmp_path: Path) -> None:
+    """Every request has one outcome, and its answer is that of a subnet which is accurate enough."""
+    specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
+    x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    engine = subnetact.Engine(digits, specs, example=x, accuracy=[60, 70, 80], allow_uncalibrated=True)
+    to_torchscript(engine, tmp_path / "model.pt", slo_ms=50, batch_sizes=[1, 4], progress=False)
+    with torch.no_grad():
+        outputs = [digits.subnet(spec)(x) for spec in specs]
+    count = 60
+    cases = {
+        "inputs": [x],
+        "outputs": outputs,
+        "arrivals_ms": torch.linspace(0, 90, count, dtype=torch.float64),
+        # Two have too little time for any subnet, and the last one has all the time that the others may take.
+        "slo_ms": torch.tensor([1e-6] * 2 + [50.0] * (count - 3) + [1e6], dtype=torch.float64),
+        "min_accuracy": torch.tensor([0.0] * (count - 1) + [75.0], dtype=torch.float64),
+    }
+    torch.save(cases, tmp_path / "cases.pt")
+    command = [str(programs / "deadlines"), *(str(tmp_path / n) for n in ("model.pt", "cases.pt", "out.csv"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["request"]) for row in rows] == list(range(count))
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes[:2] == ["refused", "refused"]
+    assert (rows[-1]["outcome"], rows[-1]["subnet"]) == ("met", "2")
+    assert {row["subnet"] for row in rows if row["outcome"] == "refused"} <= {"-1"}
+    counted = f"requests {count} met {outcomes.count('met')} refused {outcomes.count('refused')} "
+    assert counted in done.stdout
+    assert " wrong 0 " in done.stdout
+    cases["outputs"] = [output + 1 for output in outputs]
+    torch.save(cases, tmp_path / "cases.pt")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r" wrong [1-9]", done.stdout)
+    to_torchscript(engine, tmp_path / "model.pt", progress=False)
+    assert "exported without latencies" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 import threading
 import warnings
-from bisect import bisect_right
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ from subnetact.errors import (
     ExportError,
     InvalidRequest,
     NotCalibrated,
+    PolicyError,
     ProfileMismatch,
     SpecError,
+    TableError,
 )
 from subnetact.export import to_torchscript
+from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
 from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact.serving.scheduling.floors import Floors
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
@@ -354,28 +359,15 @@ def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
 # -- decisions ---------------------------------------------------------------------------------------
 
 
-def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> None:
-    specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
-    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16))
-    table = subnetact.LatencyTable(
-        engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], [[1, 2, 3], [2, 3, 5], [4, 8, float("nan")]]
-    )
-    policy = subnetact.SlackFit(table, slo_ms=9)
-    to_torchscript(engine, tmp_path / "m.pt", table=table, slo_ms=9)
-    loaded = torch.jit.load(tmp_path / "m.pt")
-    context: Any = type("Context", (), {"floor": 0.0})()
-    edges = [1, 2, 3, 4, 5, 8, 2.75, 4.5, 6.25]
-    slacks = [e + d for e in edges for d in (-1e-9, 0.0, 1e-9)] + [
-        -5.0,
-        0.0,
-        1e9,
-        float("inf"),
-        float("-inf"),
-    ]
-    for queued in (1, 2, 4, 5, 8, 100):
-        for slack in slacks:
-            context.slack_ms, context.queued = slack, queued
-            assert loaded.choose(slack, queued) == policy.decide(context), (slack, queued)
+def decision_of(policy_of: Any, table: Any, call: tuple[float, int, float, float], slo_ms: float) -> Any:
+    """Return what SlackFit decides, or None if the policy cannot be made or no subnet is accurate enough."""
+    slack, queued, min_accuracy, own_slo_ms = call
+    context: Any = type("Context", (), {"slack_ms": slack, "queued": queued})()
+    try:
+        context.floor = Floors(table)(min_accuracy)
+        return policy_of(own_slo_ms or slo_ms).decide(context)
+    except PolicyError:
+        return None
 
 
 @settings(max_examples=60)
@@ -383,24 +375,72 @@ def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> N
     st.lists(
         st.lists(st.one_of(st.floats(0.1, 40), st.none()), min_size=3, max_size=3), min_size=1, max_size=6
     ),
-    st.integers(1, 9),
-    st.lists(st.floats(-5, 60), min_size=1, max_size=20),
+    st.integers(0, 10**9),
 )
-def test_steps_tabulate_every_decision(cells: Any, buckets: int, slacks: list[float]) -> None:
+def test_the_file_decides_like_the_policy(cells: Any, seed: int) -> None:
     cells[0][0] = 1.0
     ms = [[math.nan if cell is None else cell for cell in row] for row in cells]
-    table = subnetact.LatencyTable(
-        [str(i) for i in range(len(ms))], [50.0 + (7 * i) % 10 for i in range(len(ms))], [1, 3, 8], ms
-    )
-    policy = subnetact.SlackFit(table, slo_ms=30.0, buckets=buckets, margin_ms=0.5, margin=0.1)
-    steps = policy.steps()
-    assert all(len(answers) == len(edges) + 1 for edges, answers in steps)
-    context: Any = type("Context", (), {"floor": 0.0})()
-    for slack in [*slacks, *(cell * 1.1 + 0.5 for row in ms for cell in row if cell == cell)]:
-        for queued, column in ((1, 0), (3, 1), (4, 2), (99, 2)):
-            context.slack_ms, context.queued = slack, queued
-            edges, answers = steps[column]
-            assert answers[bisect_right(edges, (slack - 0.5) / 1.1)] == policy.decide(context)
+    accuracy = [50.0 + (7 * i) % 10 for i in range(len(ms))]
+    table = subnetact.LatencyTable([str(i) for i in range(len(ms))], accuracy, [1, 3, 8], ms)
+    module = ScriptedSubnets(nn.Identity(), [], torch.empty(0), torch.empty(0), [], [], [], {})
+    decide_by(module, table, 30.0)
+    policy_of = cache(partial(subnetact.SlackFit, table))
+    edges = sorted(cell for row in ms for cell in row if cell == cell)
+    draw = random.Random(seed)
+    for _ in range(100):
+        slack = draw.choice([draw.uniform(-5, 60), draw.choice(edges), math.inf, -math.inf])
+        floor = draw.choice([0.0, draw.uniform(40, 62), draw.choice(accuracy)])
+        call = slack, draw.choice([1, 2, 3, 4, 8, 99]), floor, draw.choice([0.0, 4.0, draw.uniform(0.1, 50)])
+        expected = decision_of(policy_of, table, call, 30.0)
+        if expected is None:
+            with pytest.raises(ValueError, match=r"above the best|finite and at least"):
+                module.choose(*call)
+        else:
+            assert module.choose(*call) == expected
+
+
+def test_a_file_measures_itself_and_knows_what_it_is(digits: Supernet, tmp_path: Path) -> None:
+    specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
+    engine = subnetact.Engine(calibrated(digits, specs), specs, example=DIGIT, accuracy=[60, 70, 80])
+    scripted: Any = to_torchscript(engine, tmp_path / "m.pt", slo_ms=50, batch_sizes=[1, 4])
+    loaded = torch.jit.load(tmp_path / "m.pt")
+    table = subnetact.LatencyTable(loaded.keys, loaded.accuracy, loaded.batch_sizes, loaded.latency_ms)
+    assert (table.subnets, table.accuracy, table.batch_sizes) == (engine.keys, (60, 70, 80), (1, 4))
+    policy_of = cache(partial(subnetact.SlackFit, table))
+    draw = random.Random(0)
+    for _ in range(3000):
+        slack, queued = draw.uniform(-1, 3 * table.latency_ms.max()), draw.randint(1, 9)
+        call = slack, queued, draw.choice([0.0, 65.0]), draw.choice([0.0, 60.0])
+        assert loaded.choose(*call) == decision_of(policy_of, table, call, 50.0)
+    assert loaded.choose(20.0, 3) == scripted.choose(20.0, 3, 0.0, 0.0)
+    for call, message in (
+        ((1.0, 1, 90.0), "90. % is above the best, 80."),
+        ((1.0, 1, 0.0, 1e-9), "at least"),
+    ):
+        with pytest.raises(Exception, match=message):
+            loaded.choose(*call)
+
+    assert (loaded.input_names, loaded.input_dtypes) == (["x"], ["float32"])
+    assert [(least, most) for _, least, most in loaded.input_axes[0]][1:] == [(1, 1), (16, 16), (16, 16)]
+    assert loaded.facts["fingerprint"] == digits.fingerprint()
+    assert loaded.facts["torch"] == torch.__version__
+    assert loaded.facts["threads"] == str(torch.get_num_threads())
+
+    again = subnetact.profile_latency(loaded, [1, 4], min_time_ms=5)
+    assert (again.subnets, again.accuracy) == (engine.keys, (60, 70, 80))
+    assert (again.stamp["program"], again.stamp["supernet"]) == ("torchscript", digits.fingerprint())
+    to_torchscript(engine, tmp_path / "other.pt", table=again, slo_ms=50)
+    assert torch.jit.load(tmp_path / "other.pt").latency_ms == again.latency_ms.tolist()
+    of_engine = subnetact.profile_latency(engine, [1], min_time_ms=5)
+    with pytest.raises(ProfileMismatch, match=r"program 'engine', and 'torchscript' runs.*leave table= out"):
+        to_torchscript(engine, tmp_path / "m.pt", table=of_engine, slo_ms=50)
+    with pytest.raises(ProfileMismatch, match=r"program 'torchscript', and 'engine' runs.*profile_latency"):
+        subnetact.Batcher(engine, table=again, slo_ms=50)
+    with pytest.raises(TableError, match="a file that to_torchscript wrote"):
+        subnetact.profile_latency(torch.jit.script(nn.Linear(2, 2)))
+    unknown = subnetact.Engine(digits, specs, example=DIGIT, accuracy=[60, None, 80])
+    with pytest.raises(ExportError, match=r"accuracies, and that of .* is not known.*accuracy="):
+        to_torchscript(unknown, tmp_path / "m.pt", slo_ms=50)
 
 
 def test_an_engine_brings_its_served_subnets(digits: Supernet, tmp_path: Path) -> None:
@@ -409,12 +449,12 @@ def test_an_engine_brings_its_served_subnets(digits: Supernet, tmp_path: Path) -
         calibrated(digits, specs), specs, example=torch.zeros(1, 1, 16, 16), accuracy=[60, None, 80]
     )
     scripted: Any = to_torchscript(engine, tmp_path / "m.pt")
-    with pytest.raises(Exception, match=r"without a latency table; give to_torchscript table="):
+    with pytest.raises(Exception, match=r"without latencies; give to_torchscript slo_ms="):
         scripted.choose(5.0, 1)
     table = subnetact.LatencyTable(engine.keys, [60.0, 70.0, 80.0], [1], [[1], [2], [3]])
     engine.remove(1)
-    for half in ({"table": table}, {"slo_ms": 36}):
-        with pytest.raises(ExportError, match=r"table and slo_ms: .* give table= and slo_ms=, or neither"):
+    for half in ({"table": table}, {"batch_sizes": [1]}, {"table": table, "batch_sizes": [1], "slo_ms": 9}):
+        with pytest.raises(ExportError, match=r"give slo_ms=, and batch_sizes= .*, or table="):
             to_torchscript(engine, tmp_path / "m.pt", **half)
     scripted = to_torchscript(engine, tmp_path / "m.pt", table=table, slo_ms=36)
     assert [scripted.describe(i) for i in range(scripted.num_subnets())] == [specs[0].key, specs[2].key]
@@ -441,8 +481,15 @@ def test_wrong_calls_raise(digits: Supernet, tmp_path: Path) -> None:
         ((x, torch.tensor([0, 0])), r"subnet has shape \[2\]; give \[1\], or \[2, 1\]"),
         ((x, torch.tensor([[0], [0], [0]])), r"subnet has shape \[3, 1\]"),
         ((x, torch.tensor([0], dtype=torch.int32)), "subnet must be an int64 tensor"),
-        ((x[0], torch.tensor([0])), "x has 3 dimensions; this file takes 4"),
-        ((x[:0], torch.zeros(0, 1, dtype=torch.long)), "the batch is empty"),
+        (
+            (x[0], torch.tensor([0])),
+            r"x: this file takes float32 of shape \[batch, 1, 16, 16\], not \[1, 16, 16",
+        ),
+        ((x[:0], torch.zeros(0, 1, dtype=torch.long)), r"not \[0, 1, 16, 16\]"),
+        ((x[:0], torch.tensor([0])), r"not \[0, 1, 16, 16\]"),
+        ((x[..., :15], torch.tensor([0])), r"not \[2, 1, 16, 15\]"),
+        ((x.repeat(1, 3, 1, 1), torch.tensor([0])), r"not \[2, 3, 16, 16\]"),
+        ((x.double(), torch.tensor([0])), r"not \[2, 1, 16, 16\] of another dtype"),
     ):
         with pytest.raises(Exception, match=message):
             loaded(*arguments)

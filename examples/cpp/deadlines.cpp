@@ -1,0 +1,158 @@
+// Answers requests by their deadlines with a file that subnetact.export.to_torchscript(..., slo_ms=) wrote.
+//
+//   deadlines model.pt cases.pt outcomes.csv
+//
+// cases.pt is torch.save({"inputs": [...], "outputs": [...], "arrivals_ms": t, "slo_ms": s, "min_accuracy": a})
+// from Python: tensors with a row per sample, the output of every subnet for them, and float64 tensors of
+// shape (N,): when each request arrives, the time it has, ms, and the accuracy it needs, percent. Request i asks
+// for sample i modulo their number, at its time, whether earlier ones are answered or not. Written is a line per
+// request: met, late or refused, the subnet, and the time from arrival to answer, ms. A request is refused if
+// no subnet that is accurate enough can answer it in time any more. This program is one worker.
+#include <ATen/Parallel.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/script.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <limits>
+#include <set>
+#include <thread>
+#include <vector>
+
+using Clock = std::chrono::steady_clock;
+using torch::jit::IValue;
+
+std::vector<torch::Tensor> tensors(const IValue& list) {
+  std::vector<torch::Tensor> values;
+  for (const IValue& value : list.toListRef()) values.push_back(value.toTensor());
+  return values;
+}
+
+std::vector<double> numbers(const IValue& value) {
+  const torch::Tensor flat = value.toTensor().to(torch::kFloat64).contiguous();
+  return {flat.data_ptr<double>(), flat.data_ptr<double>() + flat.numel()};
+}
+
+struct Answer {
+  std::vector<int64_t> requests;
+  int64_t subnet;
+  torch::Tensor output;
+};
+
+int main(int argc, char** argv) try {
+  if (argc != 4) throw std::runtime_error("usage: deadlines model.pt cases.pt outcomes.csv");
+  c10::InferenceMode inference;
+  torch::jit::Module model = torch::jit::load(argv[1]);
+  model.eval();
+  const auto facts = model.attr("facts").toGenericDict();
+  at::set_num_threads(std::stoi(facts.at("threads").toStringRef()));  // The latencies were measured with these.
+  const auto sizes = model.attr("batch_sizes").toIntVector();
+  const auto accuracy = model.attr("accuracy").toDoubleVector();
+  std::vector<double> least_ms(accuracy.size(), std::numeric_limits<double>::infinity());
+  for (size_t i = 0; i < accuracy.size() && !sizes.empty(); ++i)
+    for (const double ms : model.attr("latency_ms").toListRef()[i].toDoubleVector())
+      if (ms < least_ms[i]) least_ms[i] = ms;  // NaN marks what did not run.
+
+  std::ifstream file(argv[2], std::ios::binary);
+  if (!file) throw std::runtime_error(std::string("cannot read ") + argv[2]);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  const auto cases = torch::jit::pickle_load(bytes).toGenericDict();
+  const auto inputs = tensors(cases.at("inputs")), outputs = tensors(cases.at("outputs"));
+  const auto arrivals = numbers(cases.at("arrivals_ms")), slo = numbers(cases.at("slo_ms"));
+  const auto floors = numbers(cases.at("min_accuracy"));
+  std::vector<double> fastest_ms(arrivals.size(), std::numeric_limits<double>::infinity());
+  for (size_t request = 0; request < arrivals.size(); ++request)
+    for (size_t i = 0; i < accuracy.size(); ++i)
+      if (accuracy[i] >= floors[request]) fastest_ms[request] = std::min(fastest_ms[request], least_ms[i]);
+  const double longest_ms = arrivals.empty() ? 0 : *std::max_element(fastest_ms.begin(), fastest_ms.end());
+  const int64_t samples = inputs[0].size(0), count = static_cast<int64_t>(arrivals.size());
+
+  const auto run = [&](int64_t subnet, const std::vector<int64_t>& requests) {
+    std::vector<int64_t> rows;
+    for (const int64_t request : requests) rows.push_back(request % samples);
+    std::vector<IValue> arguments;
+    for (const auto& input : inputs) arguments.emplace_back(input.index_select(0, torch::tensor(rows)));
+    arguments.emplace_back(torch::full({1}, subnet, torch::kInt64));  // on the CPU: the file reads the number
+    return model.forward(arguments).toTensor();
+  };
+  const auto choose = [&](double slack_ms, int64_t queued, double floor) {
+    const auto choice = model.get_method("choose")({slack_ms, queued, floor}).toTuple();
+    return std::pair<int64_t, int64_t>{choice->elements()[0].toInt(), choice->elements()[1].toInt()};
+  };
+  for (int repeat = 0; repeat < 3; ++repeat) {  // TorchScript optimises in the first calls of a process.
+    for (size_t subnet = 0; subnet < accuracy.size(); ++subnet)
+      for (const int64_t size : sizes)
+        if (repeat == 0 || size == sizes.front()) run(subnet, std::vector<int64_t>(size, 0));
+    choose(1.0, 1, 0.0);
+  }
+
+  const auto start = Clock::now();
+  const auto now_ms = [&] { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); };
+  std::set<std::pair<double, int64_t>> queue;  // (deadline, request): the most urgent one comes first
+  std::vector<Answer> answers;
+  std::vector<double> ended_ms(count, std::numeric_limits<double>::quiet_NaN());
+  double choosing_ms = 0;
+  for (int64_t arrived = 0; arrived < count || !queue.empty();) {
+    double now = now_ms();
+    for (; arrived < count && arrivals[arrived] <= now; ++arrived)
+      queue.emplace(arrivals[arrived] + slo[arrived], arrived);
+    // Drop what no subnet can answer in time any more.
+    for (auto next = queue.begin(); next != queue.end() && next->first < now + longest_ms;)
+      next = next->first < now + fastest_ms[next->second] ? queue.erase(next) : std::next(next);
+    if (queue.empty()) {
+      if (arrived < count)
+        std::this_thread::sleep_until(start + std::chrono::duration<double, std::milli>(arrivals[arrived]));
+      continue;
+    }
+    const double before = now_ms();
+    const auto [subnet, size] =
+        choose(queue.begin()->first - now, static_cast<int64_t>(queue.size()), floors[queue.begin()->second]);
+    choosing_ms += now_ms() - before;
+    Answer answer{{}, subnet, {}};
+    for (auto next = queue.begin(); next != queue.end() && static_cast<int64_t>(answer.requests.size()) < size;) {
+      const bool enough = accuracy[subnet] >= floors[next->second];
+      if (enough) answer.requests.push_back(next->second);
+      next = enough ? queue.erase(next) : std::next(next);
+    }
+    answer.output = run(subnet, answer.requests);
+    now = now_ms();
+    for (const int64_t request : answer.requests) ended_ms[request] = now;
+    answers.push_back(std::move(answer));
+  }
+
+  // Outputs are compared afterwards: a batch may differ from single samples by rounding.
+  std::vector<int64_t> answered_by(count, -1), answers_of(count, 0);
+  int64_t wrong = 0, met = 0, refused = 0;
+  for (const Answer& answer : answers) {
+    for (size_t row = 0; row < answer.requests.size(); ++row) {
+      const int64_t request = answer.requests[row];
+      const auto expected = outputs[answer.subnet][request % samples], got = answer.output[row];
+      wrong += !torch::allclose(got, expected, 1e-4, 1e-4 * expected.abs().max().item<double>());
+      answered_by[request] = answer.subnet;
+      ++answers_of[request];
+    }
+  }
+  std::ofstream outcomes(argv[3]);
+  outcomes << "request,outcome,subnet,ms\n";
+  for (int64_t request = 0; request < count; ++request) {
+    wrong += answers_of[request] > 1;
+    const bool gone = answers_of[request] == 0;
+    const double taken_ms = ended_ms[request] - arrivals[request];
+    refused += gone;
+    met += !gone && taken_ms <= slo[request];
+    outcomes << request << "," << (gone ? "refused" : taken_ms <= slo[request] ? "met" : "late") << ","
+             << answered_by[request] << "," << taken_ms << "\n";
+  }
+  std::printf("requests %ld met %ld refused %ld batches %zu wrong %ld choose_us %.2f\n", static_cast<long>(count),
+              static_cast<long>(met), static_cast<long>(refused), answers.size(), static_cast<long>(wrong),
+              1e3 * choosing_ms / std::max<size_t>(1, answers.size()));
+  return wrong || !outcomes ? 1 : 0;
+} catch (const std::exception& error) {  // also c10::Error and torch::jit::JITException
+  std::cerr << "deadlines: " << error.what() << "\n";
+  return 2;
+}
