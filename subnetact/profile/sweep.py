@@ -128,7 +128,7 @@ def environment(
 
 def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, Any]:
     engine = runner.engine
-    if isinstance(engine, Engine):
+    if hasattr(engine, "supernet"):
         weights = weights_of(engine.supernet, engine.fingerprint)
     else:
         weights = {"supernet": engine.fingerprint, "space": engine.space}

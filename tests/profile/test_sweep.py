@@ -198,7 +198,7 @@ def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str
     supernet, specs = engine.supernet, engine.specs
     engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], **mode_options(mode, 64))
     runner = TimedRunner(engine, mode)
-    assert runner.facts == {"mode": mode, "include_h2d": False}
+    assert runner.facts == {"program": "engine", "mode": mode, "include_h2d": False}
     for batch_size in (1, 3):
         x = torch.randn((batch_size, 1, 16, 16), generator=torch.Generator().manual_seed(0))
         for i, spec in enumerate(specs):
