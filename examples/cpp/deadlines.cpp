@@ -1,13 +1,14 @@
 // Answers requests by their deadlines with a file that subnetact.export.to_torchscript(..., slo_ms=) wrote.
 //
-//   deadlines model.pt cases.pt outcomes.csv
+//   deadlines model.pt cases.pt outcomes.csv [margin]
 //
 // cases.pt is torch.save({"inputs": [...], "outputs": [...], "arrivals_ms": t, "slo_ms": s, "min_accuracy": a})
 // from Python: tensors with a row per sample, the output of every subnet for them, and float64 tensors of
 // shape (N,): when each request arrives, the time it has, ms, and the accuracy it needs, percent. Request i asks
 // for sample i modulo their number, at its time, whether earlier ones are answered or not. Written is a line per
 // request: met, late or refused, the subnet, and the time from arrival to answer, ms. A request is refused if
-// no subnet that is accurate enough can answer it in time any more. This program is one worker.
+// no subnet that is accurate enough can answer it in time any more. `margin` is the share by which latencies are
+// assumed to be longer than measured, 0.1 for example. This program is one worker.
 #include <ATen/Parallel.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>
@@ -23,6 +24,9 @@
 #include <set>
 #include <thread>
 #include <vector>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 using Clock = std::chrono::steady_clock;
 using torch::jit::IValue;
@@ -45,7 +49,12 @@ struct Answer {
 };
 
 int main(int argc, char** argv) try {
-  if (argc != 4) throw std::runtime_error("usage: deadlines model.pt cases.pt outcomes.csv");
+  if (argc < 4) throw std::runtime_error("usage: deadlines model.pt cases.pt outcomes.csv [margin]");
+  const double margin = argc > 4 ? std::stod(argv[4]) : 0.0;
+#ifdef __GLIBC__  // Keep the memory of activations: malloc gives it back after every batch, and it costs page faults.
+  mallopt(M_MMAP_THRESHOLD, 1 << 25);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
   c10::InferenceMode inference;
   torch::jit::Module model = torch::jit::load(argv[1]);
   model.eval();
@@ -110,8 +119,9 @@ int main(int argc, char** argv) try {
       continue;
     }
     const double before = now_ms();
+    const auto [deadline, first] = *queue.begin();
     const auto [subnet, size] =
-        choose(queue.begin()->first - now, static_cast<int64_t>(queue.size()), floors[queue.begin()->second]);
+        choose((deadline - now) / (1.0 + margin), static_cast<int64_t>(queue.size()), floors[first]);
     choosing_us.push_back(1e3 * (now_ms() - before));
     Answer answer{{}, subnet, {}};
     for (auto next = queue.begin(); next != queue.end() && static_cast<int64_t>(answer.requests.size()) < size;) {
