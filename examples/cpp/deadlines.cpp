@@ -6,7 +6,8 @@
 // from Python: tensors with a row per sample, the output of every subnet for them, and float64 tensors of
 // shape (N,): when each request arrives, the time it has, ms, and the accuracy it needs, percent. Request i asks
 // for sample i modulo their number, at its time, whether earlier ones are answered or not. Written is a line per
-// request: met, late or refused, the subnet, and the time from arrival to answer, ms. A request is refused if
+// request: met, late or refused, the subnet, the time from arrival to answer, ms, and the size and the time of its
+// batch. A request is refused if
 // no subnet that is accurate enough can answer it in time any more. `margin` is the share by which latencies are
 // assumed to be longer than measured, 0.1 for example. This program is one worker.
 #include <ATen/Parallel.h>
@@ -46,6 +47,7 @@ struct Answer {
   std::vector<int64_t> requests;
   int64_t subnet;
   torch::Tensor output;
+  double taken_ms;
 };
 
 int main(int argc, char** argv) try {
@@ -123,40 +125,44 @@ int main(int argc, char** argv) try {
     const auto [subnet, size] =
         choose((deadline - now) / (1.0 + margin), static_cast<int64_t>(queue.size()), floors[first]);
     choosing_us.push_back(1e3 * (now_ms() - before));
-    Answer answer{{}, subnet, {}};
+    Answer answer{{}, subnet, {}, 0};
     for (auto next = queue.begin(); next != queue.end() && static_cast<int64_t>(answer.requests.size()) < size;) {
       const bool enough = accuracy[subnet] >= floors[next->second];
       if (enough) answer.requests.push_back(next->second);
       next = enough ? queue.erase(next) : std::next(next);
     }
+    const double begun = now_ms();
     answer.output = run(subnet, answer.requests);
     now = now_ms();
+    answer.taken_ms = now - begun;
     for (const int64_t request : answer.requests) ended_ms[request] = now;
     answers.push_back(std::move(answer));
   }
 
   // Outputs are compared afterwards: a batch may differ from single samples by rounding.
-  std::vector<int64_t> answered_by(count, -1), answers_of(count, 0);
+  std::vector<const Answer*> answer_of(count, nullptr);
   int64_t wrong = 0, met = 0, refused = 0;
   for (const Answer& answer : answers) {
     for (size_t row = 0; row < answer.requests.size(); ++row) {
       const int64_t request = answer.requests[row];
       const auto expected = outputs[answer.subnet][request % samples], got = answer.output[row];
       wrong += !torch::allclose(got, expected, 1e-4, 1e-4 * expected.abs().max().item<double>());
-      answered_by[request] = answer.subnet;
-      ++answers_of[request];
+      wrong += answer_of[request] != nullptr;
+      answer_of[request] = &answer;
     }
   }
   std::ofstream outcomes(argv[3]);
-  outcomes << "request,outcome,subnet,ms\n";
+  outcomes << "request,outcome,subnet,ms,batch_size,batch_ms\n";
   for (int64_t request = 0; request < count; ++request) {
-    wrong += answers_of[request] > 1;
-    const bool gone = answers_of[request] == 0;
+    const Answer* answer = answer_of[request];
     const double taken_ms = ended_ms[request] - arrivals[request];
-    refused += gone;
-    met += !gone && taken_ms <= slo[request];
-    outcomes << request << "," << (gone ? "refused" : taken_ms <= slo[request] ? "met" : "late") << ","
-             << answered_by[request] << "," << taken_ms << "\n";
+    const bool in_time = answer && taken_ms <= slo[request];
+    refused += answer == nullptr;
+    met += in_time;
+    outcomes << request << "," << (!answer ? "refused,-1,,," : in_time ? "met," : "late,");
+    if (answer) outcomes << answer->subnet << "," << taken_ms << "," << answer->requests.size() << ",";
+    if (answer) outcomes << answer->taken_ms;
+    outcomes << "\n";
   }
   std::sort(choosing_us.begin(), choosing_us.end());
   std::printf("requests %ld met %ld refused %ld batches %zu wrong %ld choose_us %.2f\n", static_cast<long>(count),
