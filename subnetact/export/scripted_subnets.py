@@ -33,10 +33,8 @@ class ScriptedSubnets(nn.Module):
     batch_sizes: list[int]
     latency_ms: list[list[float]]
     """Of every subnet at every batch size; NaN if it does not run. Empty without a latency table."""
-    options_ms: list[list[float]]
-    """Per batch size, latencies of the Pareto-optimal subnets, descending; their accuracies and numbers:"""
-    options_accuracy: list[list[float]]
-    options_subnet: list[list[int]]
+    options: list[list[list[float]]]
+    """Per batch size: latencies of the Pareto-optimal subnets, descending, their accuracies and numbers."""
     cheapest: list[tuple[float, int, int]]
     """Per accuracy: that, the cheapest subnet that reaches it, and its largest batch size."""
 
@@ -66,9 +64,7 @@ class ScriptedSubnets(nn.Module):
         self.buckets = 0
         self.batch_sizes = []
         self.latency_ms = []
-        self.options_ms = []
-        self.options_accuracy = []
-        self.options_subnet = []
+        self.options = []
         self.cheapest = []
 
     @torch.jit.export
@@ -97,7 +93,7 @@ class ScriptedSubnets(nn.Module):
         `min_accuracy`, percent, is that of the most urgent request. `slo_ms` is the time that a request
         usually has; 0 means that of the file.
         """
-        if len(self.options_ms) == 0:
+        if len(self.options) == 0:
             raise ValueError("exported without latencies; give to_torchscript slo_ms=, and it measures them")
         if math.isnan(slack_ms):
             raise ValueError("slack_ms is not a number")
@@ -109,7 +105,7 @@ class ScriptedSubnets(nn.Module):
         slo = self.slo_ms if slo_ms == 0.0 else slo_ms
         fastest, column, low, high = math.inf, 0, math.inf, -math.inf
         firsts: list[int] = []
-        for at, latencies in enumerate(self.options_ms):
+        for at, (latencies, accuracies, _) in enumerate(self.options):
             if at > 0 and self.batch_sizes[at - 1] < queued:
                 column = at
             first = 0
@@ -117,7 +113,7 @@ class ScriptedSubnets(nn.Module):
                 fastest = min(fastest, latencies[-1])
                 if latencies[0] > slo:
                     first = self.position(latencies, slo, False, 0.0, 1.0)
-                last = self.position(self.options_accuracy[at], min_accuracy, True, 0.0, 1.0) - 1
+                last = self.position(accuracies, min_accuracy, True, 0.0, 1.0) - 1
                 if first <= last:
                     low, high = min(low, latencies[last]), max(high, latencies[first])
             firsts.append(first)
@@ -131,13 +127,14 @@ class ScriptedSubnets(nn.Module):
                 usable = self.buckets
         for in_buckets in (True, False):  # what a usable bucket holds, or else what ends within the slack
             for at in range(column if usable > 0 or not in_buckets else -1, -1, -1):
-                first = firsts[at] if in_buckets else 0
+                latencies, accuracies, subnets = self.options[at]
+                first = firsts[at]
                 if not in_buckets:
-                    first = self.position(self.options_ms[at], slack_ms, False, 0.0, 1.0)
+                    first = self.position(latencies, slack_ms, False, 0.0, 1.0)
                 elif usable < self.buckets:
-                    first = max(first, self.position(self.options_ms[at], float(usable), True, low, width))
-                if first < len(self.options_ms[at]) and self.options_accuracy[at][first] >= min_accuracy:
-                    return self.options_subnet[at][first], self.batch_sizes[at]
+                    first = max(first, self.position(latencies, float(usable), True, low, width))
+                if first < len(latencies) and accuracies[first] >= min_accuracy:
+                    return int(subnets[first]), self.batch_sizes[at]
         for accuracy, subnet, size in self.cheapest:
             if accuracy >= min_accuracy:
                 return subnet, size
@@ -194,10 +191,7 @@ def decide_by(module: Any, table: LatencyTable, slo_ms: float) -> None:
     """Let a `ScriptedSubnets`, compiled or not, choose as `SlackFit(table, slo_ms)` does."""
     policy = SlackFit(table, slo_ms)
     fronts, module.cheapest = policy.fronts()
-    descending = [front[::-1] for front in fronts]
-    module.options_ms = [[option.latency_ms for option in front] for front in descending]
-    module.options_accuracy = [[option.accuracy for option in front] for front in descending]
-    module.options_subnet = [[option.subnet for option in front] for front in descending]
+    module.options = [[[float(option[i]) for option in front[::-1]] for i in range(3)] for front in fronts]
     module.accuracy, module.batch_sizes = list(table.accuracy), list(table.batch_sizes)
     module.latency_ms, module.slo_ms, module.buckets = (
         table.latency_ms.tolist(),
