@@ -19,6 +19,7 @@ from subnetact.errors import (
     ExportError,
     FileFormatError,
     InvalidRequest,
+    ProfileMismatch,
     SpecError,
 )
 from subnetact.export import ExportedEngine, load_exported, to_exported_programs
@@ -242,3 +243,17 @@ def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"module 1\.1 \(Fussy\)"):
         to_exported_programs(engine, good, progress=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_measures_what_was_exported(engine: subnetact.Engine, exported: ExportedEngine) -> None:
+    table = subnetact.profile_latency(exported, [1, 3], accuracy=[60, 70, 80], min_time_ms=5)
+    assert (table.subnets, table.accuracy) == (exported.keys, (60, 70, 80))
+    assert (table.stamp["program"], table.stamp["supernet"]) == ("torch.export", engine.fingerprint)
+    assert table.stamp["space"] == engine.supernet.space.id
+    with subnetact.Batcher(exported, table=table, slo_ms=5000) as batcher:
+        assert batcher.submit(IMAGES[0]).result(60).subnet in exported.ids
+    of_engine = subnetact.profile_latency(engine, [1], accuracy=[60, 70, 80], min_time_ms=5)
+    with pytest.raises(
+        ProfileMismatch, match=r"'engine', and 'torch.export' runs.*profile_latency\(engine\)"
+    ):
+        subnetact.Batcher(exported, table=of_engine, slo_ms=5000)

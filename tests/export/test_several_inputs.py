@@ -138,11 +138,14 @@ def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path
         write(several, tmp_path / write.__name__, subnets=engine.specs[1:], progress=False)
     exported = load_exported(tmp_path / "to_exported_programs", trusted=True)
     session = onnxruntime.InferenceSession(tmp_path / "to_onnx" / "subnet-0.onnx")
+    to_torchscript(several, tmp_path / "model.pt", subnets=engine.specs[1:], progress=False)
+    scripted, zero = torch.jit.load(tmp_path / "model.pt"), torch.tensor([0])
     assert {tuple(one.shape) for one in session.get_inputs()} == {("batch", "axis_a")}
     for batch in cut:
         with torch.no_grad():
             expected = engine.supernet.subnet(engine.specs[1])(**batch)
         torch.testing.assert_close(exported(batch, subnet=0), expected, rtol=5e-5, atol=5e-5)
+        assert torch.equal(scripted(*batch.values(), zero), expected)
         (output,) = session.run(None, {name: part.numpy() for name, part in batch.items()})
         torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
     singles = [{name: part[0] for name, part in batch.items()} for batch in cut]
@@ -151,3 +154,7 @@ def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path
         exported({name: part[:, :4] for name, part in x.items()}, subnet=0)
     with pytest.raises(InvalidRequest, match=r"attention_mask.*shape \(5,\), this engine serves .* \(6,\)"):
         exported({**cut[2], "attention_mask": cut[2]["attention_mask"][:, :5]}, subnet=0)
+    ids, mask = x["input_ids"], x["attention_mask"]
+    for wrong in ((ids[:, :4], mask[:, :4]), (ids, mask[:, :6]), (ids, mask[:1]), (ids.int(), mask)):
+        with pytest.raises(Exception, match=r"this file takes int64 of shape \[batch, axis_a 5 to "):
+            scripted(*wrong, *list(x.values())[2:], zero)
