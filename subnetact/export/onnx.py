@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from subnetact.device import machine
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra
-from subnetact.export.subnet_program import chosen_specs, exporting, quiet
+from subnetact.export.subnet_program import bar, chosen_specs, export_format, quiet, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
 ONNX_KIND = "subnetact.onnx"
+ABOUT_ALL = "fingerprint", "inputs", "torch", "machine"
+"""The facts of an export that every file has, too."""
 
 
 def to_onnx(
@@ -35,7 +39,13 @@ def to_onnx(
     into convolutions, so outputs equal the supernet's up to rounding. The layers of int8 subnets have
     int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`). Axes on
     which the examples of the engine differ take all sizes from the smallest to the largest, all others but
-    the first have those of the example; nothing is padded.
+    the first have those of the example; nothing is padded. The first axis is called `batch`, the other free
+    axes `axis_a`, `axis_b`, ..., of which equal names are equally long.
+
+    The metadata of every file (`metadata_props`) say what it is, in JSON: `subnetact.subnet`, the
+    specification; `subnetact.accuracy`, in percent or null; `subnetact.fingerprint` of the supernet's
+    weights; `subnetact.inputs`, per input its name, dtype, and per axis a size or `name:least:most`, of the
+    batch, too; `subnetact.torch`, the version that wrote it; and `subnetact.machine`.
 
     Args:
         engine: the engine with the subnets and the example input.
@@ -54,13 +64,21 @@ def to_onnx(
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
         SpecError: there is no subnet, one is repeated, or one belongs to another space.
         StaleWeights: another thread changed weights in place while they were copied.
+
+    Example:
+        >>> to_onnx(engine, "onnx")
+        >>> session = onnxruntime.InferenceSession("onnx/subnet-0.onnx")
+        >>> logits = session.run(["output"], {"input": images.numpy()})[0]
+        >>> session.get_modelmeta().custom_metadata_map["subnetact.accuracy"]
+        '97.5'
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     chosen = chosen_specs(engine, subnets)
-    with exporting(engine, directory, ONNX_KIND, chosen, True, {}, progress) as (folder, axes, programs):
-        for i, subnet in enumerate(programs):
+    facts, axes, programs = subnet_programs(engine, chosen, True, {"machine": machine(engine.device)})
+    with export_format(ONNX_KIND).writing(directory, facts) as folder:
+        for i, subnet in enumerate(bar(programs, progress)):
             program = subnet.traced(axes)
             traced = program.module()
             subnet.require_equal(traced, "torch.export")
@@ -75,6 +93,11 @@ def to_onnx(
                     dynamo=True,
                     verbose=False,
                     custom_translation_table=_translations(),
+                )
+                about = {"subnet": facts["subnets"][i], "accuracy": facts["accuracy"][i]}
+                about |= {key: facts[key] for key in ABOUT_ALL}
+                made.model.metadata_props.update(
+                    {f"subnetact.{key}": json.dumps(fact) for key, fact in about.items()}
                 )
                 made.save(folder / f"subnet-{i}.onnx")
     return Path(directory)
