@@ -4,6 +4,13 @@ TorchScript is measured by export.py, and .pt2 files by pt2.py.
 
     python benchmarks/export_formats.py [--families ...] [--formats ...] [--full]
         [--out benchmarks/results/export_formats.json]
+    python benchmarks/export_formats.py --routes [--seconds 20]
+        [--out benchmarks/results/export_formats_routes.json]
+
+`--routes` measures instead how long one subnet takes by each route to it: the ONNX file in onnxruntime, the
+TorchScript file, the fused Engine and the view. All run in one process on one thread, in turns in a random
+order, at batch sizes 1, 2, 4 and 8, on three subnets of the digits supernet, of OFA-ResNet50 (random weights,
+its full size, 96 x 96 pixels) and of OFA-MobileNetV3 (the same).
 
 Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
 for the family, else random. `--full` adds ofa_resnet50 at its full size, of which three subnets share 184 MiB
@@ -28,15 +35,18 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from interleaved_passes import interleaved_ms, ratios
 from torch import Tensor
 
 import subnetact
 from ofa_adapters import families, load
 from subnetact.device import machine
-from subnetact.export import load_exported, to_exported_programs, to_onnx
+from subnetact.digits import load_digits_supernet
+from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from small_families import small_inputs, small_supernet
@@ -192,12 +202,74 @@ def measure(name: str, engine: subnetact.Engine) -> dict[str, Any]:
         return {"format": name, **FORMATS[name](engine, Path(folder) / "export")}
 
 
+def routes(
+    name: str, supernet: Any, shape: tuple[int, ...], folder: Path, seconds: float
+) -> list[dict[str, Any]]:
+    """Return the latency of three subnets by every route, in ms on one thread."""
+    import onnxruntime
+
+    space = supernet.space
+    between = next(spec for spec in space.sample(1, 5) if spec not in (space.smallest(), space.largest()))
+    specs = [space.smallest(), between, space.largest()]
+    batches = {size: torch.randn(size, *shape) for size in (1, 2, 4, 8)}
+    engine = subnetact.Engine(
+        supernet, specs, example=batches[1], allow_uncalibrated=True, memory_budget_mb=2000
+    )
+    to_onnx(engine, folder / "onnx")
+    scripted: Any = to_torchscript(engine, folder / "model.pt")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    rows = []
+    for i, spec in enumerate(specs):
+        assert engine.is_fused(i), engine.stats().unfused
+        file = folder / "onnx" / f"subnet-{i}.onnx"
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        view, number = supernet.subnet(spec), torch.tensor([i])
+        for size, x in batches.items():
+            runs: dict[str, Callable[[], Any]] = {
+                "onnxruntime": partial(session.run, None, {"input": x.numpy()}),
+                "Engine": partial(engine, x, i),
+                "TorchScript": partial(scripted, x, number),
+                "view": partial(view, x),
+            }
+            with torch.inference_mode():
+                for _ in range(3):  # TorchScript optimises in its first calls
+                    (onnx_output,), *outputs = [run() for run in runs.values()]
+                for output in (torch.from_numpy(onnx_output), *outputs[:-1]):
+                    torch.testing.assert_close(output, outputs[-1], atol=1e-3, rtol=1e-3)
+                times = interleaved_ms(runs, seconds)
+            row = {"network": name, "subnet": ("smallest", "between", "largest")[i], "batch_size": size}
+            row["passes"] = len(times["view"])
+            row["ms"] = {route: round(median(taken), 3) for route, taken in times.items()}
+            row["of_the_engine"] = {route: round(r, 3) for route, r in ratios(times, "Engine").items()}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def measure_routes(out: Path | None, seconds: float) -> None:
+    import onnxruntime
+
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "onnxruntime": onnxruntime.__version__}
+    result["rows"] = []
+    for name in ("digits", "ofa_resnet50", "ofa_mbv3"):
+        supernet = load_digits_supernet() if name == "digits" else load(name).eval()
+        shape = (1, 16, 16) if name == "digits" else (3, 96, 96)
+        with tempfile.TemporaryDirectory() as folder:
+            result["rows"] += routes(name, supernet, shape, Path(folder), seconds)
+        if out:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--load", nargs=2, metavar=("KIND", "FOLDER"))
     args = parser.parse_args()
     if args.load:
@@ -205,6 +277,9 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
+    if args.routes:
+        measure_routes(args.out, args.seconds)
+        return
     result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
     for family in [*args.families, *(["full"] if args.full else [])]:
         full = family == "full"

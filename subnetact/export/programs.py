@@ -103,6 +103,6 @@ def _write_graph(program: ExportedProgram, path: Path, subnet: SubnetProgram) ->
             empty = torch.empty(0, dtype=tensor.dtype)
             parameter = isinstance(tensor, nn.Parameter)
             owner[key] = nn.Parameter(empty, requires_grad=False) if parameter else empty
-    program.example_inputs = None
+    program._example_inputs = None  # whose setter in torch 2.6 takes no None
     with quiet(), subnet.blamed("torch.export.save"):
         torch.export.save(program, path)
