@@ -3,12 +3,14 @@
     python examples/triton_repository.py --bundle bundle/ --repository models/ --slo-ms 36
     tritonserver --model-repository=models
 
+A bundle of an own network needs the function that builds it, `--model PKG.MOD:FACTORY`, in Triton's Python, too.
 Clients send `deadline_ms` and `min_accuracy` as request parameters; `examples/triton_client` shows how.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from subnetact.export import to_triton
@@ -24,11 +26,14 @@ def main() -> None:
     parser.add_argument("--repository", type=Path, required=True, help="folder of the model repository")
     parser.add_argument("--name", default="elastic", help="name of the model")
     parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
+    parser.add_argument("--model", metavar="PKG.MOD:FACTORY", help="function that builds an own network")
+    parser.add_argument("--constructor", type=json.loads, default={}, metavar="JSON", help="its arguments")
     args = parser.parse_args()
-    source = Source(bundle=args.bundle)
+    own = {"model": args.model, "constructor": args.constructor}
+    source = Source(bundle=args.bundle, **own)
     engine = source.engine()
     table = source.latency_table(engine)  # the bundle's, or a new profile of this machine
-    to_triton(engine, args.repository, "python", name=args.name, table=table, slo_ms=args.slo_ms)
+    to_triton(engine, args.repository, "python", name=args.name, table=table, slo_ms=args.slo_ms, **own)
 
 
 if __name__ == "__main__":

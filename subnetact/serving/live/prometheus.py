@@ -65,7 +65,7 @@ class Collector:
         """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
         batchers = dict(self._batchers)
         names = [[name][: len(self._labels)] for name in batchers]
-        for metrics in zip(*(_metrics(one, one.stats()) for one in batchers.values()), strict=True):
+        for metrics in zip(*(metrics_of(one, one.stats()) for one in batchers.values()), strict=True):
             kind, metric, text, labels, _ = metrics[0]
             family = getattr(self._families, f"{kind}MetricFamily")
             family = family(self._prefix + metric, text, labels=[*self._labels, *labels])
@@ -75,7 +75,7 @@ class Collector:
             yield family
 
 
-def _metrics(batcher: Any, stats: BatcherStats) -> Iterator[tuple[str, str, str, Sequence[str], list[Any]]]:
+def metrics_of(batcher: Any, stats: BatcherStats) -> Iterator[tuple[str, str, str, Sequence[str], list[Any]]]:
     """Yield the kind, name, text and labels of every metric, and its samples: values of labels, numbers."""
     for one in fields(stats):
         kind, text, metric = (one.metadata[key] for key in ("kind", "text", "metric"))
