@@ -3,7 +3,8 @@
     python examples/triton_repository.py --bundle bundle/ --repository models/ --slo-ms 36
     tritonserver --model-repository=models
 
-A bundle of an own network needs the function that builds it, `--model PKG.MOD:FACTORY`, in Triton's Python, too.
+A bundle of an own network needs the function that builds it, `--model PKG.MOD:FACTORY`, in Triton's Python as
+well.
 Clients send `deadline_ms` and `min_accuracy` as request parameters; `examples/triton_client` shows how.
 """
 

@@ -28,6 +28,8 @@ from subnetact.serving.policies.registry import make_policy
 
 TRITON_KIND = "subnetact.triton"
 FLAVOURS = ("libtorch", "python")
+WARM_UPS = 3
+"""How often Triton repeats a warm-up: TorchScript optimises again in the second run."""
 QUEUE = (
     "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
     "default_queue_policy { timeout_action: REJECT allow_timeout_override: true } }"
@@ -238,7 +240,7 @@ def _warm_up(x: Tensor, subnet: int | None, size: int) -> str:
         for name, (kind, dims) in seen.items()
     )
     label = f"batch {size}" if subnet is None else f"subnet {subnet}, batch {size}"
-    return f'model_warmup [ {{ name: "{label}" batch_size: {size} {inputs} }} ]'
+    return f'model_warmup [ {{ name: "{label}" batch_size: {size} count: {WARM_UPS} {inputs} }} ]'
 
 
 def _write_python(

@@ -5,7 +5,7 @@ subnetact, which includes ofa_adapters. A request has one or more samples in INP
 parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the configuration), `min_accuracy` in
 percent, and `importance`, the priority of `Batcher.submit`; others are refused. Triton's own `timeout` is a
 deadline, too. All requests share one `Batcher`, whichever of Triton's batches they arrived in. A request that
-its client cancelled is withdrawn within some milliseconds. The batcher's metrics are among Triton's.
+its client cancelled is withdrawn within about 40 ms. The batcher's metrics are among Triton's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from subnetact.serving import make_policy
 from subnetact.serving.live.prometheus import metrics_of
 
 PARAMETERS = ("deadline_ms", "min_accuracy", "importance")
-TICK_S, TICKS_PER_REPORT = 0.005, 100
+TICK_S, TICKS_PER_REPORT = 0.02, 25
 NUMBERS = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
 """The metrics that a kind of metric becomes: Triton has counters and gauges only."""
 
@@ -53,8 +53,9 @@ class TritonPythonModel:
         learn = parameters["learn"] == "true"
         policy = make_policy(parameters["policy"], table, self.slo_ms)
         self.batcher = subnetact.Batcher(engine, policy=policy, table=table, slo_ms=self.slo_ms, learn=learn)
-        # Triton sends these before all others, and a refused one would end the server.
-        self.warm_ups = len(config.get("model_warmup", []))
+        # Triton sends these before all others, one request per sample, and a refused one would end the server.
+        warm_ups = config.get("model_warmup", [])
+        self.warm_ups = sum(one["batch_size"] * (one.get("count") or 1) for one in warm_ups)
         self.labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
         self.families: dict[str, Any] = {}
         self.metrics: dict[tuple[str, ...], tuple[Any, float]] = {}
@@ -106,9 +107,10 @@ class TritonPythonModel:
             for reply, samples in list(self.waiting.items()):
                 if reply.sent:
                     del self.waiting[reply]
-                elif reply.cancelled():
+                elif reply.ticks and reply.cancelled():  # Asking takes time, and most are answered by then.
                     for sample in samples:
                         sample.cancel()
+                reply.ticks += 1
             tick += 1
             if reporting and tick % TICKS_PER_REPORT == 0:
                 try:
@@ -147,7 +149,7 @@ class Reply:
     """The answer to one request, which is sent once."""
 
     def __init__(self, sender: Any) -> None:
-        self.sent = False
+        self.sent, self.ticks = False, 0
         self._sender, self._lock = sender, threading.Lock()
 
     def cancelled(self) -> bool:

@@ -7,11 +7,11 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from subnetact.errors import (
     PolicyError,
     ProfileMismatch,
     QueueFull,
+    SubnetActError,
 )
 from subnetact.export import to_triton
 
@@ -52,24 +53,42 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files >= {
         "digits/config.pbtxt",
-        "digits/1/model.py",
-        "digits/1/table.json",
-        "digits/1/bundle/elastic.json",
+        "digits_batcher/config.pbtxt",
+        "digits_batcher/1/model.py",
+        "digits_batcher/1/table.json",
+        "digits_batcher/1/bundle/elastic.json",
     }
-    assert (folder / "config.pbtxt").read_text().splitlines() == [
-        'name: "digits"',
-        'backend: "python"',
-        "max_batch_size: 4",
-        "dynamic_batching { }",
-        'parameters { key: "slo_ms" value: { string_value: "40" } }',
-        'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
-        'parameters { key: "policy" value: { string_value: "hullfit" } }',
-        'parameters { key: "learn" value: { string_value: "true" } }',
+    tensors = [
         'input [ { name: "INPUT__0" data_type: TYPE_FP32 dims: [ 1, 16, 16 ] } ]',
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] } ]',
         'output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]',
         'output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]',
+    ]
+    ensemble = (folder / "config.pbtxt").read_text().splitlines()
+    assert ensemble[:-1] == ['name: "digits"', "max_batch_size: 4", *tensors, 'platform: "ensemble"']
+    assert ensemble[-1].startswith(
+        'ensemble_scheduling { step [ { model_name: "digits_batcher" model_version: -1'
+    )
+    warm_up = (
+        'model_warmup [ { name: "batch %d" batch_size: %d count: 3 inputs { key: "INPUT__0" '
+        "value: { data_type: TYPE_FP32 dims: [1, 16, 16] zero_data: true } } } ]"
+    )
+    assert (tmp_path / "digits_batcher" / "config.pbtxt").read_text().splitlines() == [
+        'name: "digits_batcher"',
+        "max_batch_size: 4",
+        *tensors,
+        'backend: "python"',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
+        "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
+        "default_queue_policy { timeout_action: REJECT allow_timeout_override: true } }",
+        warm_up % (1, 1),
+        warm_up % (4, 4),
+        'parameters { key: "slo_ms" value: { string_value: "40" } }',
+        'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
+        'parameters { key: "policy" value: { string_value: "hullfit" } }',
+        'parameters { key: "learn" value: { string_value: "true" } }',
+        'parameters { key: "model" value: { string_value: "" } }',
+        'parameters { key: "constructor" value: { string_value: "{}" } }',
     ]
 
 
@@ -78,7 +97,7 @@ def test_the_manifest_names_the_served_subnets(
 ) -> None:
     some = subnetact.Engine(engine.supernet, engine.specs, example=IMAGES[:1])
     some.remove(0)
-    folder = to_triton(some, tmp_path, table=table, slo_ms=SLO_MS)
+    folder = to_triton(some, tmp_path)
     assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.specs[1].to_json()]
     scripted = torch.jit.load(folder / "1" / "model.pt")
     want = engine(IMAGES, subnet=1)
@@ -88,12 +107,12 @@ def test_the_manifest_names_the_served_subnets(
 def test_every_subnet_is_warmed_up(
     engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
 ) -> None:
-    folder = to_triton(engine, tmp_path, table=table, slo_ms=SLO_MS)
+    folder = to_triton(engine, tmp_path, max_batch_size=4)
     lines = (folder / "config.pbtxt").read_text().splitlines()
     seen = set()
     for line in filter(lambda line: line.startswith("model_warmup"), lines):
         assert re.fullmatch(
-            r'model_warmup \[ \{ name: "[^"]+" batch_size: \d+( inputs \{[^}]+\} \})+ \} \]', line
+            r'model_warmup \[ \{ name: "[^"]+" batch_size: \d+ count: 3( inputs \{[^}]+\} \})+ \} \]', line
         )
         count = int(re.findall(r"batch_size: (\d+)", line)[0])
         given = re.findall(
@@ -122,8 +141,8 @@ def test_other_models_are_left_alone(
         to_triton(engine, tmp_path, "python", name="ours", table=table, slo_ms=SLO_MS)
     with pytest.raises(ExportError):
         to_triton(engine, tmp_path, "python", name="ours", table=None)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "theirs"]
-    assert (tmp_path / "ours" / "1" / "bundle" / "elastic.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "ours_batcher", "theirs"]
+    assert (tmp_path / "ours_batcher" / "1" / "bundle" / "elastic.json").exists()
 
 
 def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
@@ -137,11 +156,13 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
         ({"name": 'a"b'}, "is not a model name"),
         ({"slo_ms": 0.0}, "slo_ms"),
         ({"flavour": "python", "table": table}, "slo_ms is the time in ms"),
-        ({"table": table}, "give slo_ms="),
+        ({"table": table}, "the client chooses"),
+        ({"slo_ms": 5.0}, "the client chooses"),
+        ({"model": "torch.nn:ReLU"}, "the file holds the network"),
         ({"max_batch_size": 0}, "max_batch_size: 0 must be a whole number of at least 1"),
         ({"max_batch_size": 2.5}, "must be a whole number"),
         ({"queue_delay_us": -1}, "queue_delay_us: -1 must be a whole number of at least 0"),
-        ({"policy": "slackfit"}, "policy: .* the client chooses"),
+        ({"policy": "slackfit"}, "the client chooses"),
     ):
         with pytest.raises(ExportError, match=message):
             to_triton(engine, tmp_path, **arguments)
@@ -153,17 +174,39 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
     assert not list(tmp_path.iterdir())
 
 
-def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
-    space = subnetact.SubnetSpace(
-        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
-    )
-    supernet = subnetact.insert_(
-        nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": subnetact.WeightSlice.on(out="width")}
-    )
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 3))
+class Own(nn.Module):
+    """A network of the user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x).relu())
+
+
+def test_own_networks_are_rebuilt_by_the_function_that_is_named(
+    tmp_path: Path, started: Callable[..., Any]
+) -> None:
+    own = subnetact.insert_(Own(8).eval(), example=torch.zeros(2, 3))
+    engine = subnetact.Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
     table = subnetact.LatencyTable(engine.keys, [1.0], [1], [[1.0]])
-    with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
-        to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
+    arguments: dict[str, Any] = {"table": table, "slo_ms": SLO_MS}
+    with pytest.raises(ExportError, match=r"an own network has none; give model='PKG\.MOD:FACTORY'"):
+        to_triton(engine, tmp_path, "python", **arguments)
+    for name, constructor, error in (
+        ("torch.nn:Absent", {}, "cannot be imported"),
+        (f"{__name__}:Own", {}, "raised TypeError"),
+        (f"{__name__}:Own", {"width": 4}, "."),
+    ):
+        with pytest.raises(SubnetActError, match=error):
+            to_triton(engine, tmp_path, "python", model=name, constructor=constructor, **arguments)
+    assert not list(tmp_path.iterdir())
+    to_triton(engine, tmp_path, "python", model=f"{__name__}:Own", constructor={"width": 8}, **arguments)
+    model, x = started(tmp_path / "subnetact_batcher"), torch.randn(2, 3)
+    model.execute([request := Sent(x.numpy())])
+    want = own.extract(own.space.largest())(x)
+    torch.testing.assert_close(torch.from_numpy(request.answer()["OUTPUT__0"]), want.detach())
 
 
 class Features(nn.Module):
@@ -212,7 +255,8 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
 
 
 class Error:
-    INVALID_ARG, UNAVAILABLE, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "INTERNAL"
+    INVALID_ARG, UNAVAILABLE = "INVALID_ARG", "UNAVAILABLE"
+    INTERNAL, CANCELLED = "INTERNAL", "CANCELLED"
 
     def __init__(self, message: str, code: str) -> None:
         self.message, self.code = message, code
@@ -221,13 +265,21 @@ class Error:
 class Sent:
     """One request, and the responses that its sender got."""
 
-    def __init__(self, x: np.ndarray[Any, Any], **parameters: Any) -> None:
+    def __init__(self, x: np.ndarray[Any, Any], timeout_us: int = 0, **parameters: Any) -> None:
+        self.timeout_us, self.gone = timeout_us, False
         self.x, self.text = x, json.dumps(parameters) if parameters else ""
         self.done = threading.Event()
         self.responses: list[Any] = []
 
     def get_response_sender(self) -> Sent:
         return self
+
+    def timeout(self) -> int:
+        return self.timeout_us
+
+    def is_cancelled(self) -> bool:
+        assert not self.responses, "the server has freed the sender"
+        return self.gone
 
     def parameters(self) -> str:
         return self.text
@@ -250,30 +302,105 @@ class Sent:
         return response.error
 
 
+class Metrics:
+    """Triton's metrics: a family, and what its metrics are set to, by name and labels."""
+
+    COUNTER, GAUGE = "counter", "gauge"
+    values: ClassVar[dict[tuple[str, ...], float]] = {}
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        assert description
+        self.name, self.kind = name, kind
+
+    def Metric(self, labels: dict[str, str]) -> Any:  # noqa: N802
+        assert (labels.pop("model"), labels.pop("instance")) == ("some", "some_0")
+        key = (self.name, *labels.values())
+
+        def add(number: float) -> None:
+            assert number > 0
+            assert self.kind == self.COUNTER
+            self.values[key] = self.values.get(key, 0.0) + number
+
+        return SimpleNamespace(increment=add, set=lambda number: self.values.__setitem__(key, number))
+
+
 @pytest.fixture
-def model(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Start model.py of a folder as Triton does, with values of its configuration replaced."""
     utils: Any = ModuleType("triton_python_backend_utils")
-    utils.TritonError = Error
+    utils.TritonError, utils.MetricFamily, utils.TritonModelException = Error, Metrics, RuntimeError
     utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     utils.Tensor = lambda name, array: SimpleNamespace(name=name, array=array)
     utils.InferenceResponse = lambda outputs=None, error=None: SimpleNamespace(outputs=outputs, error=error)
     utils.get_input_tensor_by_name = lambda request, name: SimpleNamespace(as_numpy=lambda: request.x)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
-    folder = to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
-    spec = importlib.util.spec_from_file_location("model", folder / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    started = module.TritonPythonModel()
-    strings = {"slo_ms": {"string_value": str(SLO_MS)}, "memory_budget_mb": {"string_value": "0"}}
+    monkeypatch.setattr(Metrics, "values", {})
+    models = []
+
+    def start(folder: Path, warm_ups: Sequence[Any] = (), **values: str) -> Any:
+        spec = importlib.util.spec_from_file_location("model", folder / "1" / "model.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        pattern = r'parameters \{ key: "(\w+)" value: \{ string_value: (".*") \} \}'
+        written = re.findall(pattern, (folder / "config.pbtxt").read_text())
+        strings = {key: {"string_value": json.loads(text)} for key, text in written}
+        strings |= {key: {"string_value": text} for key, text in values.items()}
+        config = json.dumps({"parameters": strings, "model_warmup": warm_ups})
+        names = {"model_name": "some", "model_instance_name": "some_0", "model_instance_kind": "CPU"}
+        models.append(module.TritonPythonModel())
+        models[-1].initialize({"model_config": config, **names})
+        return models[-1]
+
+    yield start
+    for model in models:
+        model.finalize()
+
+
+@pytest.fixture
+def model(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, started: Callable[..., Any]
+) -> Any:
+    to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
     # The latencies of the table are made up, and a policy that counts arrivals would save time for more.
-    strings |= {"policy": {"string_value": "slackfit"}, "learn": {"string_value": "false"}}
-    started.initialize({"model_config": json.dumps({"parameters": strings}), "model_instance_kind": "CPU"})
-    yield started
-    started.finalize()
+    return started(tmp_path / "subnetact_batcher", policy="slackfit", learn="false")
+
+
+def test_warm_ups_are_never_refused(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, started: Callable[..., Any]
+) -> None:
+    to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
+    warm_ups = [{"batch_size": 1, "count": 2}, {"batch_size": 2}]
+    model = started(tmp_path / "subnetact_batcher", warm_ups, policy="slackfit", learn="false")
+    requests = [Sent(IMAGES[:1].numpy(), timeout_us=1) for _ in range(5)]
+    for request in requests:
+        model.execute([request])
+    assert all(request.answer()["MET"].all() for request in requests[:4])
+    assert requests[4].error().message.startswith("DeadlinePassed: ")
+
+
+def test_what_a_client_cancelled_is_withdrawn_and_metrics_are_the_batchers(model: Any) -> None:
+    rows: list[Future[Any]] = [Future(), Future()]
+    real, model.batcher = model.batcher, SimpleNamespace(submit=lambda *_, **__: rows.pop())
+    withdrawn, request = list(rows), Sent(IMAGES[:2].numpy())
+    model.execute([request])
+    model.batcher, request.gone = real, True
+    assert request.error().code == "CANCELLED"
+    assert all(row.cancelled() for row in withdrawn)
+    answered, refused = Sent(IMAGES[:3].numpy()), Sent(IMAGES[:1].numpy(), min_accuracy=99)
+    model.execute([answered, refused])
+    assert answered.answer()["SUBNET"].tolist() == [[1]] * 3
+    model.closed.set()
+    model.attendant.join()
+    model._report()
+    model._report()
+    seen = Metrics.values
+    assert seen["subnetact_requests_total", "met"] == seen["subnetact_served_total", "1"] == 3
+    assert seen["subnetact_refused_total",] == 1
+    assert seen["subnetact_accuracy_ratio_count",] == 3
+    assert seen["subnetact_accuracy_ratio_sum",] == pytest.approx(3 * 0.8)
+    assert seen["subnetact_subnet_accuracy_ratio", "0"] == pytest.approx(0.6)
 
 
 def test_answers_are_their_requests_own(model: Any, engine: subnetact.Engine) -> None:
@@ -298,6 +425,9 @@ def test_deadline_and_floor_choose_the_subnet(model: Any) -> None:
     model.execute([expired])
     assert expired.error().code == "UNAVAILABLE"
     assert expired.error().message.startswith("DeadlinePassed: ")
+    for request in (Sent(x, timeout_us=5_000_000), Sent(x, timeout_us=5_000_000, deadline_ms=15_000)):
+        model.execute([request])
+        assert request.answer()["SUBNET"].item() == 0
     floor = Sent(x, min_accuracy=75.0)
     model.execute([floor])
     assert floor.answer()["SUBNET"].item() == 1
@@ -308,6 +438,8 @@ def test_a_bad_request_harms_no_other(model: Any) -> None:
     bad = [
         (Sent(x, deadline_ms="soon"), "deadline_ms"),
         (Sent(x, min_accuracy=99.0), "min_accuracy"),
+        (Sent(x, min_acuracy=50.0), "'min_acuracy' is not known; choose from deadline_ms, min_accuracy, imp"),
+        (Sent(x, importance="high"), "priority"),
         (Sent(x.astype(np.float64)), "torch.float64"),
         (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
         (Sent(x[:0]), "at least one sample"),

@@ -7,6 +7,7 @@ it is, so that what is seen here is Triton's own parsing, scheduling and dynamic
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
@@ -51,6 +53,17 @@ def engine() -> subnetact.Engine:
     return subnetact.Engine(supernet, specs, example=IMAGES[:1])
 
 
+class Own(nn.Module):
+    """A network of the user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x).relu())
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -72,7 +85,7 @@ class Server:
         (backends / "pytorch").mkdir()
         shutil.copy(HERE / "libtorch_backend.py", backends / "pytorch" / "model.py")
         self.folder, self.log = folder, folder / "server.log"
-        self.ports = {"http": free_port(), "grpc": free_port()}
+        self.ports = {name: free_port() for name in ("http", "grpc", "metrics")}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
@@ -83,17 +96,18 @@ class Server:
                     "--grpc-address=127.0.0.1",
                     f"--http-port={self.ports['http']}",
                     f"--grpc-port={self.ports['grpc']}",
-                    "--allow-metrics=false",
+                    "--metrics-address=127.0.0.1",
+                    f"--metrics-port={self.ports['metrics']}",
                     "--model-control-mode=explicit",
                     "--disable-auto-complete-config",
-                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines", "example")),
+                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines", "example", "own")),
                 ],
                 stdout=log,
                 stderr=log,
+                cwd=folder,
                 env={
                     **os.environ,
                     "PATH": f"{self.python.parent}:{os.environ['PATH']}",
-                    "PYTHONPATH": str(HERE.parent.parent),
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1",
                 },
@@ -105,6 +119,19 @@ class Server:
             urllib.request.Request(url, data=b"{}" if post else None), timeout=60
         ) as r:
             return json.loads(r.read() or "null")
+
+    def metrics(self, model: str) -> dict[str, float]:
+        """Return Triton's metrics of a model: the name and the labels that matter, and the number."""
+        url = f"http://127.0.0.1:{self.ports['metrics']}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for name, labels, number in re.findall(r"^(\w+)\{(.*)\} (\S+)$", "\n".join(lines), re.MULTILINE):
+            if f'model="{model}"' in labels:
+                values = re.findall(r'(?:outcome|subnet)="(.*?)"', labels)
+                key = " ".join([name, *values])
+                found[key] = found.get(key, 0.0) + float(number)
+        return found
 
     def wait(self) -> None:
         end = time.monotonic() + 90
@@ -152,10 +179,24 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     example = [sys.executable, "examples/triton_repository.py", *options]
     root = HERE.parent.parent
     subprocess.run(example, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=120)
-    config = repository / "deadlines" / "config.pbtxt"
+    own = subnetact.insert_(Own(8).eval(), example=torch.zeros(2, 3))
+    small = subnetact.Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
+    times = subnetact.LatencyTable(small.keys, [50.0], [1, 4], [[1.0, 2.0]])
+    kind = {"model": "own_network:Own", "constructor": {"width": 8}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "own_network", sys.modules[__name__])
+        to_triton(small, repository, "python", name="own", table=times, slo_ms=20_000, **kind)
+    # Triton's Python ignores PYTHONPATH, and finds what lies beside model.py.
+    for version in repository.glob("*_batcher/1"):
+        for package in ("subnetact", "ofa_adapters"):
+            (version / package).symlink_to(root / package)
+    (repository / "own_batcher" / "1" / "own_network.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n" + inspect.getsource(Own)
+    )
+    config = repository / "deadlines_batcher" / "config.pbtxt"
     text = config.read_text()
     assert '"learn" value: { string_value: "true" }' in text
-    config.write_text(text.replace('"true"', '"false"'))  # the made-up latencies of the table must decide
+    config.write_text(text.replace('"true"', '"false"', 1))  # the made-up latencies of the table must decide
     shutil.copytree(repository / "coded", repository / "broken")
     config = repository / "broken" / "config.pbtxt"
     text = config.read_text().replace('"coded"', '"broken"')
@@ -194,7 +235,8 @@ def close(answer: Answer, want: torch.Tensor) -> bool:
 def test_the_server_accepts_the_configs_and_would_refuse_others(server: Server) -> None:
     assert server.get("models/coded/config")["max_batch_size"] == 8
     assert server.get("models/whole/config")["max_batch_size"] == 0
-    assert server.get("models/deadlines/config")["backend"] == "python"
+    assert server.get("models/deadlines/config")["platform"] == "ensemble"
+    assert server.get("models/deadlines_batcher/config")["backend"] == "python"
     with pytest.raises(urllib.error.HTTPError):
         server.get("repository/models/broken/load", post=True)
     assert "'broken': model input 'INPUT__1' dimension must be integer" in server.log.read_text()
@@ -279,3 +321,51 @@ def test_bad_requests_harm_no_batch_mates(server: Server, engine: subnetact.Engi
             assert "InvalidRequest" in str(answer["error"])
         else:
             assert close(answer, engine(IMAGES[i][None], subnet=int(answer["SUBNET"].item())))
+
+
+def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Server) -> None:
+    before = server.metrics("deadlines"), server.metrics("deadlines_batcher")
+    requests = [
+        deadlines(IMAGES[:3]),
+        deadlines(IMAGES[:1], deadline_ms=1),
+        deadlines(IMAGES[:1], min_acuracy=50),
+        deadlines(IMAGES[:2], min_accuracy=99),
+        {**deadlines(IMAGES[:1]), "timeout": 1},
+        {**deadlines(IMAGES[:1]), "timeout": 8_000_000, "priority": 1},
+    ]
+    answers = [server.ask([request], protocol)[0] for request in requests for protocol in ("http", "grpc")]
+    assert answers[0]["SUBNET"].tolist() == [[2]] * 3
+    assert answers[10]["SUBNET"].tolist() == answers[11]["SUBNET"].tolist() == [[1]]
+    assert all("DeadlinePassed" in str(answers[i]["error"]) for i in (2, 3, 8, 9))
+    assert "'min_acuracy' is not known" in str(answers[4]["error"])
+    time.sleep(1.5)  # Metrics are reported every half second.
+    after = server.metrics("deadlines"), server.metrics("deadlines_batcher")
+
+    def grown(which: int, name: str) -> float:
+        return after[which][name] - before[which].get(name, 0.0)
+
+    assert grown(0, "nv_inference_request_success") == 4
+    # This server counts every failure of an ensemble twice.
+    assert grown(0, "nv_inference_request_failure") in (8, 16)
+    assert grown(1, "subnetact_requests_total met") == 8
+    assert grown(1, "subnetact_requests_total dropped") == 4
+    assert grown(1, "subnetact_refused_total") == 2
+    assert grown(1, "subnetact_served_total 1") == 2
+    assert grown(1, "subnetact_accuracy_ratio_sum") == pytest.approx(6 * 0.8 + 2 * 0.7)
+
+
+def test_cancelled_requests_are_not_computed(server: Server) -> None:
+    name = "subnetact_requests_total cancelled"
+    before = server.metrics("deadlines_batcher")
+    requests = [{**deadlines(IMAGES[:4]), "client_timeout": 0.002} for _ in range(36)]
+    assert all("Deadline Exceeded" in str(answer["error"]) for answer in server.ask(requests, "grpc"))
+    time.sleep(1.5)
+    after = server.metrics("deadlines_batcher")
+    print("cancelled", after[name] - before.get(name, 0.0))
+    assert after[name] > before.get(name, 0.0)
+
+
+def test_an_own_class_is_built_on_the_server(server: Server) -> None:
+    x = torch.randn(3, 3)
+    [answer] = server.ask([{**deadlines(x), "model": "own"}], "http")
+    assert answer["OUTPUT__0"].shape == (3, 2)

@@ -1,7 +1,8 @@
 """Run by the environment that has tritonclient: concurrent requests from a file, answers into another.
 
 triton_client.py PROTOCOL URL REQUESTS.npz ANSWERS.npz; `job` in the archive is a JSON list of
-{"model", "inputs": {name: [key of an array, Triton type]}, "outputs": [names], "parameters": {}}.
+{"model", "inputs": {name: [key of an array, Triton type]}, "outputs": [names], "parameters": {}}, and may have a
+`timeout`, a `priority` and a `client_timeout`.
 """
 
 import json
@@ -25,7 +26,10 @@ def main(protocol, url, requests, answers):
             x.set_data_from_numpy(arrays[key])
             inputs.append(x)
         try:
-            result = client.infer(request["model"], inputs, parameters=request["parameters"] or None)
+            options = {k: request[k] for k in ("timeout", "priority", "client_timeout") if k in request}
+            result = client.infer(
+                request["model"], inputs, parameters=request["parameters"] or None, **options
+            )
         except Exception as error:
             return {"error": np.array(str(error))}
         return {name: result.as_numpy(name) for name in request["outputs"]}
