@@ -53,7 +53,7 @@ class TritonPythonModel:
         learn = parameters["learn"] == "true"
         policy = make_policy(parameters["policy"], table, self.slo_ms)
         self.batcher = subnetact.Batcher(engine, policy=policy, table=table, slo_ms=self.slo_ms, learn=learn)
-        # Triton sends these before all others, one request per sample, and a refused one would end the server.
+        # Triton sends these first, one request per sample; a refused one would end the server.
         warm_ups = config.get("model_warmup", [])
         self.warm_ups = sum(one["batch_size"] * (one.get("count") or 1) for one in warm_ups)
         self.labels = {"model": args["model_name"], "instance": args["model_instance_name"]}

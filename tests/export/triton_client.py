@@ -1,8 +1,8 @@
 """Run by the environment that has tritonclient: concurrent requests from a file, answers into another.
 
 triton_client.py PROTOCOL URL REQUESTS.npz ANSWERS.npz; `job` in the archive is a JSON list of
-{"model", "inputs": {name: [key of an array, Triton type]}, "outputs": [names], "parameters": {}}, and may have a
-`timeout`, a `priority` and a `client_timeout`.
+{"model", "inputs": {name: [key of an array, Triton type]}, "outputs": [names], "parameters": {}}, and may
+have a `timeout`, a `priority` and a `client_timeout`.
 """
 
 import json
