@@ -324,6 +324,7 @@ def test_bad_requests_harm_no_batch_mates(server: Server, engine: subnetact.Engi
 
 
 def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Server) -> None:
+    time.sleep(1.5)  # The warm-ups are reported, too, half a second later.
     before = server.metrics("deadlines"), server.metrics("deadlines_batcher")
     requests = [
         deadlines(IMAGES[:3]),
