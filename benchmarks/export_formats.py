@@ -238,7 +238,11 @@ def routes(
                 for output in (torch.from_numpy(onnx_output), *outputs[:-1]):
                     torch.testing.assert_close(output, outputs[-1], atol=1e-3, rtol=1e-3)
                 times = interleaved_ms(runs, seconds)
-            row = {"network": name, "subnet": ("smallest", "between", "largest")[i], "batch_size": size}
+            row: dict[str, Any] = {
+                "network": name,
+                "subnet": ("smallest", "between", "largest")[i],
+                "batch_size": size,
+            }
             row["passes"] = len(times["view"])
             row["ms"] = {route: round(median(taken), 3) for route, taken in times.items()}
             row["of_the_engine"] = {route: round(r, 3) for route, r in ratios(times, "Engine").items()}

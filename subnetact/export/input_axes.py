@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class InputAxes:
         sample: the largest sample, without a batch axis.
     """
 
-    def __init__(self, samples: Sequence[Any], dynamic_batch: bool) -> None:
+    def __init__(self, samples: Sequence[Any], dynamic_batch: bool = True) -> None:
         self.sample = samples[-1]
         self._dynamic_batch = dynamic_batch
         shapes = zip(*([t.shape for t in tensors_of(sample)] for sample in samples), strict=True)
@@ -43,16 +43,28 @@ class InputAxes:
             for axes in self._sizes
         ]
 
-    def described(self) -> list[str]:
-        """Return a line per tensor of a batch, `name: dtype` and a size or axis:least:most for every axis."""
-        keys = parts_of(self.sample)
-        names = [f"input_{name}" if type(name) is int else str(name) for name in keys or ("input",)]
-        batch = f"batch:1:{LARGEST_BATCH}" if self._dynamic_batch else "1"
-        lines = []
-        for name, part, axes in zip(names, tensors_of(self.sample), self._sizes, strict=True):
-            free = (f"{self.names[s]}:{min(s)}:{max(s)}" if s in self.names else f"{s[0]}" for s in axes)
-            lines.append(" ".join([f"{name}:", str(part.dtype).removeprefix("torch."), batch, *free]))
-        return lines
+    def limits(self) -> list[list[tuple[str, int, int]]]:
+        """Return, for every tensor and axis of a batch, its size or axis:least:most, then both as numbers.
+
+        Axes of one name are equally long in all tensors of a batch.
+        """
+        most = LARGEST_BATCH if self._dynamic_batch else 1
+        free = {sizes: (f"{name}:{min(sizes)}:{max(sizes)}") for sizes, name in self.names.items()}
+        return [
+            [(f"batch:1:{most}", 1, most)]
+            + [(free.get(sizes, str(sizes[0])), min(sizes), max(sizes)) for sizes in axes]
+            for axes in self._sizes
+        ]
+
+    def described(self, names: Iterable[str] = ()) -> list[str]:
+        """Return a line per tensor of a batch, `name: dtype` and the limits of every axis."""
+        keys = parts_of(self.sample) or ("input",)
+        names = names or [f"input_{key}" if type(key) is int else str(key) for key in keys]
+        tensors = zip(names, tensors_of(self.sample), self.limits(), strict=True)
+        return [
+            " ".join([f"{name}:", str(part.dtype).removeprefix("torch."), *(text for text, _, _ in limits)])
+            for name, part, limits in tensors
+        ]
 
     def check(self, x: Any, device: torch.device, finite: bool) -> None:
         """Raise InvalidRequest unless an input without a batch axis has sizes and dtypes that are allowed."""

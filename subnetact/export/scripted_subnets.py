@@ -21,11 +21,10 @@ class ScriptedSubnets(nn.Module):
     keys: list[str]
     accuracy: list[float]
     """Of every subnet, percent; NaN if it is not known."""
-    input_names: list[str]
-    input_dtypes: list[str]
-    """Such as float32."""
-    input_axes: list[list[tuple[str, int, int]]]
-    """Name, least and greatest size of every axis; axes of one name are equally long in all inputs."""
+    inputs: list[str]
+    """Of every input its name, dtype, and axes, `InputAxes.described`."""
+    limits: list[list[tuple[str, int, int]]]
+    """Of every axis of every input, `InputAxes.limits`."""
     facts: dict[str, str]
     """Fingerprint, space, machine and versions. If there is a latency table, those of its measurement."""
     slo_ms: float
@@ -33,39 +32,24 @@ class ScriptedSubnets(nn.Module):
     batch_sizes: list[int]
     latency_ms: list[list[float]]
     """Of every subnet at every batch size; NaN if it does not run. Empty without a latency table."""
-    options: list[list[list[float]]]
-    """Per batch size: latencies of the Pareto-optimal subnets, descending, their accuracies and numbers."""
+    options: list[tuple[float, int]]
+    """Accuracy and number of the subnets that are Pareto-optimal at a batch size, by ascending accuracy."""
+    option_ms: Tensor
+    """Their latencies, float64 of shape (options, batch sizes); NaN where they are not optimal."""
     cheapest: list[tuple[float, int, int]]
     """Per accuracy: that, the cheapest subnet that reaches it, and its largest batch size."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        rows: list[list[int]],
-        means: Tensor,
-        variances: Tensor,
-        keys: list[str],
-        accuracy: list[float],
-        inputs: list[tuple[str, str, list[tuple[str, int, int]]]],
-        facts: dict[str, str],
+        self, network: nn.Module, means: Tensor, variances: Tensor, description: dict[str, Any]
     ) -> None:
         super().__init__()
         self.network = network
         self.register_buffer("means", means)
         self.register_buffer("variances", variances)
-        self.rows = rows
-        self.keys = keys
-        self.accuracy = accuracy
-        self.input_names = [name for name, _, _ in inputs]
-        self.input_dtypes = [dtype for _, dtype, _ in inputs]
-        self.input_axes = [axes for _, _, axes in inputs]
-        self.facts = facts
-        self.slo_ms = 0.0
-        self.buckets = 0
-        self.batch_sizes = []
-        self.latency_ms = []
-        self.options = []
-        self.cheapest = []
+        undecided = {"slo_ms": 0.0, "buckets": 1, "batch_sizes": [], "latency_ms": [], "options": []}
+        undecided |= {"option_ms": torch.empty(0, 0), "cheapest": []}
+        for name, value in (undecided | description).items():
+            setattr(self, name, value)
 
     @torch.jit.export
     def num_subnets(self) -> int:
@@ -99,78 +83,51 @@ class ScriptedSubnets(nn.Module):
             raise ValueError("slack_ms is not a number")
         if queued < 1:
             raise ValueError("queued: " + str(queued) + " must be at least 1")
-        best = self.cheapest[-1][0]
-        if not min_accuracy <= best:
-            raise ValueError("min_accuracy: " + str(min_accuracy) + " % is above the best, " + str(best))
-        slo = self.slo_ms if slo_ms == 0.0 else slo_ms
-        fastest, column, low, high = math.inf, 0, math.inf, -math.inf
-        firsts: list[int] = []
-        for at, (latencies, accuracies, _) in enumerate(self.options):
-            if at > 0 and self.batch_sizes[at - 1] < queued:
-                column = at
-            first = 0
-            if len(latencies) > 0:
-                fastest = min(fastest, latencies[-1])
-                if latencies[0] > slo:
-                    first = self.position(latencies, slo, False, 0.0, 1.0)
-                last = self.position(accuracies, min_accuracy, True, 0.0, 1.0) - 1
-                if first <= last:
-                    low, high = min(low, latencies[last]), max(high, latencies[first])
-            firsts.append(first)
+        if not min_accuracy <= self.cheapest[-1][0]:
+            best = str(self.cheapest[-1][0])
+            raise ValueError("min_accuracy: " + str(min_accuracy) + " % is above the best, " + best)
+        slo, fastest = (
+            self.slo_ms if slo_ms == 0.0 else slo_ms,
+            float(self.option_ms.nan_to_num(math.inf).min()),
+        )
         if not (fastest <= slo and slo < math.inf):
             raise ValueError("slo_ms: " + str(slo) + " must be finite and at least " + str(fastest))
-        usable, width = 0, (high - low) / self.buckets
-        if low <= high:  # else the buckets are empty
-            while usable < self.buckets - 1 and low + width * (usable + 1) <= slack_ms:
-                usable += 1
-            if usable == self.buckets - 1 and high <= slack_ms:
-                usable = self.buckets
-        for in_buckets in (True, False):  # what a usable bucket holds, or else what ends within the slack
-            for at in range(column if usable > 0 or not in_buckets else -1, -1, -1):
-                latencies, accuracies, subnets = self.options[at]
-                first = firsts[at]
-                if not in_buckets:
-                    first = self.position(latencies, slack_ms, False, 0.0, 1.0)
-                elif usable < self.buckets:
-                    first = max(first, self.position(latencies, float(usable), True, low, width))
-                if first < len(latencies) and accuracies[first] >= min_accuracy:
-                    return int(subnets[first]), self.batch_sizes[at]
+        sizes = 1
+        while sizes < len(self.batch_sizes) and self.batch_sizes[sizes - 1] < queued:
+            sizes += 1
+        accurate = torch.tensor([accuracy >= min_accuracy for accuracy, _ in self.options]).unsqueeze(1)
+        possible = accurate & (self.option_ms <= slo)
+        latencies = self.option_ms[possible]
+        if latencies.numel() > 0:
+            low, high = float(latencies.min()), float(latencies.max())
+            width = (high - low) / self.buckets
+            usable = int(high <= slack_ms)
+            for bucket in range(1, self.buckets):
+                usable += int(low + width * bucket <= slack_ms)
+            buckets = ((self.option_ms - low) / (width if width > 0.0 else 1.0)).floor()
+            possible = possible & (buckets.clamp(max=self.buckets - 1) < usable)
+        for reached in (possible, accurate & (self.option_ms <= slack_ms)):
+            found = reached[:, :sizes].t().reshape(-1).nonzero()
+            if found.numel() > 0:  # the last is the most accurate of the largest batch
+                last = int(found[-1])
+                return self.options[last % len(self.options)][1], self.batch_sizes[last // len(self.options)]
         for accuracy, subnet, size in self.cheapest:
             if accuracy >= min_accuracy:
                 return subnet, size
         raise ValueError("unreachable")
 
     @torch.jit.export
-    def position(self, values: list[float], limit: float, strict: bool, low: float, width: float) -> int:
-        """Return the first of descending values where (value - low) / width is at most, or below, a limit."""
-        start, end = 0, len(values)
-        at = end - 1
-        while start < end:
-            reach = (values[at] - low) / width
-            if reach < limit or (reach == limit and not strict):
-                end = at
-            else:
-                start = at + 1
-            at = (start + end) // 2
-        return start
-
-    @torch.jit.export
     def check(self, inputs: list[Tensor], dtypes: list[bool]) -> None:
         """Refuse inputs of other sizes or, where `dtypes` is false, dtypes than the engine takes."""
         sizes: dict[str, int] = {}
-        for i, (x, axes) in enumerate(zip(inputs, self.input_axes)):  # noqa: B905
-            right = dtypes[i] and x.dim() == len(axes)
+        for i, (x, limits) in enumerate(zip(inputs, self.limits)):  # noqa: B905
+            right = dtypes[i] and x.dim() == len(limits)
             if right:
-                for size, (axis, least, most) in zip(x.size(), axes):  # noqa: B905
+                for size, (axis, least, most) in zip(x.size(), limits):  # noqa: B905
                     right = right and least <= size and size <= most and sizes.setdefault(axis, size) == size
             if not right:
-                shape = ""
-                for axis, least, most in axes:
-                    between = "" if axis == "batch" or least == most else f" {least} to {most}"
-                    shape += (", " if len(shape) > 0 else "") + axis + between
-                takes = self.input_names[i] + ": this file takes " + self.input_dtypes[i] + " of shape ["
-                dtype = "" if dtypes[i] else " of another dtype"
-                raise ValueError(takes + shape + "], not " + str(x.size()) + dtype)
+                shape = str(x.size()) + ("" if dtypes[i] else " and another dtype")
+                raise ValueError("this file takes " + self.inputs[i] + ", not a tensor of shape " + shape)
 
     @torch.jit.export
     def select(self, subnet: Tensor, batch: int) -> list[int]:
@@ -191,10 +148,12 @@ def decide_by(module: Any, table: LatencyTable, slo_ms: float) -> None:
     """Let a `ScriptedSubnets`, compiled or not, choose as `SlackFit(table, slo_ms)` does."""
     policy = SlackFit(table, slo_ms)
     fronts, module.cheapest = policy.fronts()
-    module.options = [[[float(option[i]) for option in front[::-1]] for i in range(3)] for front in fronts]
-    module.accuracy, module.batch_sizes = list(table.accuracy), list(table.batch_sizes)
-    module.latency_ms, module.slo_ms, module.buckets = (
-        table.latency_ms.tolist(),
-        float(slo_ms),
-        policy.buckets,
-    )
+    options = sorted({(option.accuracy, option.subnet) for front in fronts for option in front})
+    places = {subnet: place for place, (_, subnet) in enumerate(options)}
+    module.option_ms = torch.full((len(options), len(fronts)), math.nan, dtype=torch.float64)
+    for column, front in enumerate(fronts):
+        for option in front:
+            module.option_ms[places[option.subnet], column] = option.latency_ms
+    module.options, module.accuracy, module.batch_sizes = options, [*table.accuracy], [*table.batch_sizes]
+    module.latency_ms, module.slo_ms = table.latency_ms.tolist(), float(slo_ms)
+    module.buckets = policy.buckets

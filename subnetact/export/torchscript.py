@@ -25,7 +25,7 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.elastic_graph import record_network
-from subnetact.export.input_axes import LARGEST_BATCH, InputAxes
+from subnetact.export.input_axes import InputAxes
 from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
 from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
 from subnetact.files.atomic import replacing
@@ -132,7 +132,20 @@ def to_torchscript(
     keys = [spec.key for spec in specs]
     known = dict(zip(engine.specs, engine.accuracy, strict=True))
     accuracy = [math.nan if (percent := known.get(spec)) is None else percent for spec in specs]
-    table = _checked(table, slo_ms, batch_sizes, keys, supernet.fingerprint(), accuracy)
+    if (table, batch_sizes).count(None) < (2 if slo_ms is None else 1):
+        raise ExportError(
+            "table, slo_ms, batch_sizes: `choose` compares latencies with the time in ms that a request "
+            "usually has; give slo_ms=, and batch_sizes= to measure the file, or table= if that was done"
+        )
+    if table is not None:
+        table = _checked(table, keys, supernet.fingerprint())
+    elif slo_ms is not None and (
+        unknown := [key for key, percent in zip(keys, accuracy, strict=True) if math.isnan(percent)]
+    ):
+        raise ExportError(
+            f"slo_ms: `choose` compares accuracies, and that of {unknown[0]!r} is not known; give them to "
+            "the engine, Engine(..., accuracy=[...])"
+        )
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
     x = map_tensors(lambda part: part[None].to(engine.device), engine.sample)
@@ -141,49 +154,28 @@ def to_torchscript(
     views = [supernet.private_view(spec)[0] for spec in specs]
     rows, means, variances = _rows(supernet, specs)
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
-    described = _described(inputs, engine.samples)
+    axes = InputAxes(engine.samples)
     facts = {"program": ScriptedProgram.program, "fingerprint": supernet.fingerprint()}
-    facts |= {"space": supernet.space.id, "subnetact": __version__, **_machine(machine(engine.device))}
+    facts |= {"space": supernet.space.id, "subnetact": __version__, **machine(engine.device)}
+    description = {"rows": rows, "keys": keys, "accuracy": accuracy}
+    description |= {"inputs": axes.described(inputs), "limits": axes.limits(), "facts": _texts(facts)}
     with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
-        whole = ScriptedSubnets(network, rows, means, variances, keys, accuracy, described, facts)
-        scripted: Any = torch.jit.script(whole.eval())
+        scripted: Any = torch.jit.script(ScriptedSubnets(network, means, variances, description).eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
         _compare(scripted, SubnetProgram(f"{i} ({specs[i]})", view, x), i, varied)
     if slo_ms is not None:
-        if table is None:
-            table = profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
+        table = table or profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
         decide_by(scripted, table, slo_ms)
-        scripted.facts = facts | _machine(table.stamp)
+        scripted.facts = _texts({**facts, **table.stamp})
     with replacing(path) as temporary, quiet():
         torch.jit.save(scripted, temporary)
     return scripted  # type: ignore[no-any-return]
 
 
-def _checked(
-    table: LatencyTable | None,
-    slo_ms: float | None,
-    batch_sizes: Sequence[int] | None,
-    keys: list[str],
-    fingerprint: str,
-    accuracy: list[float],
-) -> LatencyTable | None:
-    """Return the rows of a table for these subnets; refuse what leads to no decision."""
-    ways = [table, batch_sizes].count(None)
-    if ways == 0 or (ways == 1 and slo_ms is None):
-        raise ExportError(
-            "table, slo_ms, batch_sizes: `choose` compares latencies with the time in ms that a request "
-            "usually has; give slo_ms=, and batch_sizes= to measure the file, or table= if that was done"
-        )
-    if table is None:
-        unknown = [key for key, percent in zip(keys, accuracy, strict=True) if math.isnan(percent)]
-        if slo_ms is not None and unknown:
-            raise ExportError(
-                f"slo_ms: `choose` compares accuracies, and that of {unknown[0]!r} is not known; give "
-                "them to the engine, Engine(..., accuracy=[...])"
-            )
-        return None
+def _checked(table: LatencyTable, keys: list[str], fingerprint: str) -> LatencyTable:
+    """Return the rows of a table for these subnets, if a TorchScript file of these weights has them."""
     missing = [key for key in keys if key not in table.subnets]
     if missing:
         raise ProfileMismatch(f"table: lacks {len(missing)} of the subnets, {missing[0]} first; profile them")
@@ -192,27 +184,8 @@ def _checked(
     return table.select([table.subnets.index(key) for key in keys])
 
 
-def _machine(stamp: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a stamp says of the machine and the versions, for a file."""
-    names = machine(torch.device("cpu"))
-    return {name: str(stamp[name]) for name in names if name in stamp}
-
-
-def _described(
-    inputs: Mapping[str, Tensor], samples: Sequence[Any]
-) -> list[tuple[str, str, list[tuple[str, int, int]]]]:
-    """Return name, dtype and axes of every input, as `ScriptedSubnets` has them."""
-    described = []
-    for (name, x), free in zip(inputs.items(), InputAxes(samples, True).dims(), strict=True):
-        sizes = enumerate(x.shape)
-        axes = [
-            (d.__name__, int(d.min), int(min(d.max, LARGEST_BATCH)))
-            if (d := free.get(i))
-            else (str(size), size, size)
-            for i, size in sizes
-        ]
-        described.append((name, str(x.dtype).removeprefix("torch."), axes))
-    return described
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(fact) for name, fact in facts.items()}
 
 
 def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class ScriptedProgram:
     program = "torchscript"
 
     def __init__(self, module: Any) -> None:
-        if not hasattr(module, "input_axes"):
+        if not hasattr(module, "limits"):
             raise TableError(
                 "this TorchScript module does not say what it takes; load a file that to_torchscript wrote"
             )
@@ -56,9 +56,11 @@ class ScriptedProgram:
         self.accuracy = tuple(None if math.isnan(percent) else percent for percent in module.accuracy)
         self.device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
         self.fingerprint, self.space = module.facts["fingerprint"], module.facts["space"]
-        inputs = zip(module.input_dtypes, module.input_axes, strict=True)
-        largest = ((dtype, [most for _, _, most in axes[1:]]) for dtype, axes in inputs)
-        self.samples = [tuple(torch.ones(shape, dtype=getattr(torch, dtype)) for dtype, shape in largest)]
+        dtypes = [getattr(torch, line.split()[1]) for line in module.inputs]
+        largest = [[most for _, _, most in limits[1:]] for limits in module.limits]
+        self.samples = [
+            tuple(torch.ones(size, dtype=dtype) for size, dtype in zip(largest, dtypes, strict=True))
+        ]
 
     def ready(self, subnet: int) -> Callable[[Any], Any]:
         """Return the callable of a subnet, a function of a tuple of tensors, one batch."""

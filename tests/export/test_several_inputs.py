@@ -156,5 +156,5 @@ def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path
         exported({**cut[2], "attention_mask": cut[2]["attention_mask"][:, :5]}, subnet=0)
     ids, mask = x["input_ids"], x["attention_mask"]
     for wrong in ((ids[:, :4], mask[:, :4]), (ids, mask[:, :6]), (ids, mask[:1]), (ids.int(), mask)):
-        with pytest.raises(Exception, match=r"this file takes int64 of shape \[batch, axis_a 5 to "):
+        with pytest.raises(Exception, match=r"this file takes \w+: int64 batch\S+ axis_a:5:"):
             scripted(*wrong, *list(x.values())[2:], zero)

@@ -382,7 +382,7 @@ def test_the_file_decides_like_the_policy(cells: Any, seed: int) -> None:
     ms = [[math.nan if cell is None else cell for cell in row] for row in cells]
     accuracy = [50.0 + (7 * i) % 10 for i in range(len(ms))]
     table = subnetact.LatencyTable([str(i) for i in range(len(ms))], accuracy, [1, 3, 8], ms)
-    module = ScriptedSubnets(nn.Identity(), [], torch.empty(0), torch.empty(0), [], [], [], {})
+    module = ScriptedSubnets(nn.Identity(), torch.empty(0), torch.empty(0), {})
     decide_by(module, table, 30.0)
     policy_of = cache(partial(subnetact.SlackFit, table))
     edges = sorted(cell for row in ms for cell in row if cell == cell)
@@ -420,8 +420,7 @@ def test_a_file_measures_itself_and_knows_what_it_is(digits: Supernet, tmp_path:
         with pytest.raises(Exception, match=message):
             loaded.choose(*call)
 
-    assert (loaded.input_names, loaded.input_dtypes) == (["x"], ["float32"])
-    assert [(least, most) for _, least, most in loaded.input_axes[0]][1:] == [(1, 1), (16, 16), (16, 16)]
+    assert loaded.inputs == ["x: float32 batch:1:1073741824 1 16 16"]
     assert loaded.facts["fingerprint"] == digits.fingerprint()
     assert loaded.facts["torch"] == torch.__version__
     assert loaded.facts["threads"] == str(torch.get_num_threads())
@@ -485,11 +484,11 @@ def test_wrong_calls_raise(digits: Supernet, tmp_path: Path) -> None:
             (x[0], torch.tensor([0])),
             r"x: this file takes float32 of shape \[batch, 1, 16, 16\], not \[1, 16, 16",
         ),
-        ((x[:0], torch.zeros(0, 1, dtype=torch.long)), r"not \[0, 1, 16, 16\]"),
-        ((x[:0], torch.tensor([0])), r"not \[0, 1, 16, 16\]"),
-        ((x[..., :15], torch.tensor([0])), r"not \[2, 1, 16, 15\]"),
-        ((x.repeat(1, 3, 1, 1), torch.tensor([0])), r"not \[2, 3, 16, 16\]"),
-        ((x.double(), torch.tensor([0])), r"not \[2, 1, 16, 16\] of another dtype"),
+        ((x[:0], torch.zeros(0, 1, dtype=torch.long)), r"not .* \[0, 1, 16, 16\]"),
+        ((x[:0], torch.tensor([0])), r"not .* \[0, 1, 16, 16\]"),
+        ((x[..., :15], torch.tensor([0])), r"not .* \[2, 1, 16, 15\]"),
+        ((x.repeat(1, 3, 1, 1), torch.tensor([0])), r"not .* \[2, 3, 16, 16\]"),
+        ((x.double(), torch.tensor([0])), r"not .* \[2, 1, 16, 16\] and another dtype"),
     ):
         with pytest.raises(Exception, match=message):
             loaded(*arguments)
