@@ -32,10 +32,8 @@ class ScriptedSubnets(nn.Module):
     batch_sizes: list[int]
     latency_ms: list[list[float]]
     """Of every subnet at every batch size; NaN if it does not run. Empty without a latency table."""
-    options: list[tuple[float, int]]
-    """Accuracy and number of the subnets that are Pareto-optimal at a batch size, by ascending accuracy."""
-    option_ms: Tensor
-    """Their latencies, float64 of shape (options, batch sizes); NaN where they are not optimal."""
+    options: list[list[tuple[float, float, int]]]
+    """Per batch size: latency, accuracy and number of the Pareto-optimal subnets, the most accurate first."""
     cheapest: list[tuple[float, int, int]]
     """Per accuracy: that, the cheapest subnet that reaches it, and its largest batch size."""
 
@@ -46,8 +44,8 @@ class ScriptedSubnets(nn.Module):
         self.network = network
         self.register_buffer("means", means)
         self.register_buffer("variances", variances)
-        undecided = {"slo_ms": 0.0, "buckets": 1, "batch_sizes": [], "latency_ms": [], "options": []}
-        undecided |= {"option_ms": torch.empty(0, 0), "cheapest": []}
+        undecided = {"slo_ms": 0.0, "buckets": 1, "batch_sizes": [], "latency_ms": []}
+        undecided |= {"options": [], "cheapest": []}
         for name, value in (undecided | description).items():
             setattr(self, name, value)
 
@@ -86,31 +84,28 @@ class ScriptedSubnets(nn.Module):
         if not min_accuracy <= self.cheapest[-1][0]:
             best = str(self.cheapest[-1][0])
             raise ValueError("min_accuracy: " + str(min_accuracy) + " % is above the best, " + best)
-        slo, fastest = (
-            self.slo_ms if slo_ms == 0.0 else slo_ms,
-            float(self.option_ms.nan_to_num(math.inf).min()),
-        )
+        slo = self.slo_ms if slo_ms == 0.0 else slo_ms
+        fastest, low, high, column = math.inf, math.inf, -math.inf, 0
+        for front in self.options:
+            for ms, accuracy, _ in front:
+                fastest = min(fastest, ms)
+                if ms <= slo and accuracy >= min_accuracy:
+                    low, high = min(low, ms), max(high, ms)
         if not (fastest <= slo and slo < math.inf):
             raise ValueError("slo_ms: " + str(slo) + " must be finite and at least " + str(fastest))
-        sizes = 1
-        while sizes < len(self.batch_sizes) and self.batch_sizes[sizes - 1] < queued:
-            sizes += 1
-        accurate = torch.tensor([accuracy >= min_accuracy for accuracy, _ in self.options]).unsqueeze(1)
-        possible = accurate & (self.option_ms <= slo)
-        latencies = self.option_ms[possible]
-        if latencies.numel() > 0:
-            low, high = float(latencies.min()), float(latencies.max())
-            width = (high - low) / self.buckets
-            usable = int(high <= slack_ms)
-            for bucket in range(1, self.buckets):
-                usable += int(low + width * bucket <= slack_ms)
-            buckets = ((self.option_ms - low) / (width if width > 0.0 else 1.0)).floor()
-            possible = possible & (buckets.clamp(max=self.buckets - 1) < usable)
-        for reached in (possible, accurate & (self.option_ms <= slack_ms)):
-            found = reached[:, :sizes].t().reshape(-1).nonzero()
-            if found.numel() > 0:  # the last is the most accurate of the largest batch
-                last = int(found[-1])
-                return self.options[last % len(self.options)][1], self.batch_sizes[last // len(self.options)]
+        while column < len(self.batch_sizes) - 1 and self.batch_sizes[column] < queued:
+            column += 1
+        width, usable = (high - low) / self.buckets, int(high <= slack_ms)
+        for bucket in range(1, self.buckets):
+            usable += int(low + width * bucket <= slack_ms)
+        for in_buckets in (True, False):  # what a usable bucket holds, or else what ends within the slack
+            limit = slo if in_buckets else slack_ms
+            for at in range(column, -1, -1):
+                for ms, accuracy, subnet in self.options[at]:
+                    if ms <= limit and accuracy >= min_accuracy:
+                        bucket = int((ms - low) / width) if in_buckets and width > 0.0 else 0
+                        if not in_buckets or min(bucket, self.buckets - 1) < usable:
+                            return subnet, self.batch_sizes[at]
         for accuracy, subnet, size in self.cheapest:
             if accuracy >= min_accuracy:
                 return subnet, size
@@ -148,12 +143,7 @@ def decide_by(module: Any, table: LatencyTable, slo_ms: float) -> None:
     """Let a `ScriptedSubnets`, compiled or not, choose as `SlackFit(table, slo_ms)` does."""
     policy = SlackFit(table, slo_ms)
     fronts, module.cheapest = policy.fronts()
-    options = sorted({(option.accuracy, option.subnet) for front in fronts for option in front})
-    places = {subnet: place for place, (_, subnet) in enumerate(options)}
-    module.option_ms = torch.full((len(options), len(fronts)), math.nan, dtype=torch.float64)
-    for column, front in enumerate(fronts):
-        for option in front:
-            module.option_ms[places[option.subnet], column] = option.latency_ms
-    module.options, module.accuracy, module.batch_sizes = options, [*table.accuracy], [*table.batch_sizes]
+    module.options = [[(one.latency_ms, one.accuracy, one.subnet) for one in front[::-1]] for front in fronts]
+    module.accuracy, module.batch_sizes = [*table.accuracy], [*table.batch_sizes]
     module.latency_ms, module.slo_ms = table.latency_ms.tolist(), float(slo_ms)
     module.buckets = policy.buckets
