@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def to_torchscript(
         scripted: Any = torch.jit.script(ScriptedSubnets(network, means, variances, description).eval())
         scripted.define(_forward(inputs))
     for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
-        _compare(scripted, SubnetProgram(f"{i} ({specs[i]})", view, x), i, varied)
+        batches = [x, *(batch for batch in varied if failure(view, batch) is None)]
+        subnet = SubnetProgram(f"{i} ({specs[i]})", view, x)
+        subnet.require_equal(partial(_call, scripted, torch.tensor([i])), "TorchScript", batches=batches)
     if slo_ms is not None:
         table = table or profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
         decide_by(scripted, table, slo_ms)
@@ -205,22 +208,14 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]],
     norms = tuple(supernet.norm_operators())
     rows, means, variances, start = [], list[Tensor](), list[Tensor](), 0
     for spec in specs:
-        starts = {}
+        starts = dict.fromkeys(norms, 0)
         for name, (mean, variance) in supernet.statistics(spec).items():
-            starts[name] = start
-            start += mean.numel()
+            starts[name], start = start, start + mean.numel()
             means.append(mean)
             variances.append(variance)
-        rows.append([*supernet.space.resolve(spec), *(starts.get(name, 0) for name in norms)])
-    dtypes = {str(tensor.dtype) for tensor in means}
-    if len(dtypes) > 1:
-        raise ExportError(
-            f"BatchNorm statistics are {' and '.join(sorted(dtypes))}; a file holds them in one dtype: "
-            "convert the supernet, supernet.float() for example"
-        )
-    if not means:
-        return rows, torch.empty(0), torch.empty(0)
-    return rows, torch.cat(means), torch.cat(variances)
+        rows.append([*supernet.space.resolve(spec), *starts.values()])
+    nothing = [torch.empty(0)]
+    return rows, torch.cat(means or nothing), torch.cat(variances or nothing)
 
 
 def _forward(inputs: Mapping[str, Tensor]) -> str:
@@ -234,11 +229,5 @@ def _forward(inputs: Mapping[str, Tensor]) -> str:
     )
 
 
-def _compare(scripted: Any, subnet: SubnetProgram, i: int, varied: Sequence[Any]) -> None:
-    """Compare a subnet on the example, and on random numbers like each example if the network takes them."""
-
-    def run(*args: Tensor, **kwargs: Tensor) -> Any:
-        return scripted(*args, *kwargs.values(), torch.tensor([i]))
-
-    batches = [batch for batch in varied if failure(subnet.view, batch) is None]
-    subnet.require_equal(run, "TorchScript", batches=[subnet.x, *batches])
+def _call(scripted: Any, subnet: Tensor, *args: Tensor, **kwargs: Tensor) -> Any:
+    return scripted(*args, *kwargs.values(), subnet)
