@@ -1,9 +1,11 @@
-"""`ExportedEngine`: runs what `to_pt2` and `to_exported_programs` wrote, and is called like an `Engine`."""
+"""`ExportedEngine`: runs what `to_pt2`, `to_exported_programs` and `to_onnx` wrote, like an `Engine`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -21,13 +23,13 @@ from subnetact.errors import (
     DeviceError,
     ExportError,
     FileFormatError,
-    InvalidRequest,
+    MissingExtra,
     PrecisionError,
     SpecError,
 )
 from subnetact.export.input_axes import InputAxes
-from subnetact.export.programs import PROGRAM_WEIGHTS, PROGRAMS_KIND, capability, program_name
-from subnetact.export.pt2 import FACTS, FROZEN, PT2, archive_tools, subnet_name
+from subnetact.export.programs import PROGRAM_WEIGHTS
+from subnetact.export.pt2 import FACTS, FROZEN, PT2, archive_tools, capability, subnet_name
 from subnetact.export.subnet_program import export_format, quiet
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import StrPath
@@ -35,8 +37,8 @@ from subnetact.operators.kernel_table import require_precision
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 Program: TypeAlias = Callable[..., Any]
-_PASSING = DeviceError, PrecisionError
-_DAMAGED = RuntimeError, SpecError, BadZipFile
+_PASSING = DeviceError, ExportError, MissingExtra, PrecisionError
+_DAMAGED = OSError, RuntimeError, SpecError, BadZipFile
 """What reading a file raises that is said, and what it raises because the file is damaged."""
 
 
@@ -55,20 +57,18 @@ class ExportedEngine:
         device: the device on which it runs.
         space: the identity of the supernet's space.
         program: the kind of program that runs, as in the stamps of latency tables: `aotinductor` from a .pt2,
-            or `torch.export`.
+            `torch.export` or `onnx`.
         samples: one input without batch axis per shape of the engine's examples, the largest last; only their
             shapes and dtypes matter.
         sample: the largest of them.
-        dynamic_batch: whether batches of any size run. If false, batches of one run.
     """
 
     def __init__(
-        self,
-        programs: Sequence[Mapping[int, Program]],
-        config: EngineConfig,
-        facts: dict[str, Any],
-        device: torch.device,
+        self, programs: Sequence[Mapping[int, Program]], facts: dict[str, Any], device: torch.device
     ) -> None:
+        config = EngineConfig.from_json(facts)
+        for precision in sorted({spec.precision for spec in config.specs}):
+            require_precision(precision, device)
         self._programs = tuple(programs)  # of every subnet by batch size; 0 is any other
         self.specs = tuple(config.specs)
         self.keys = tuple(spec.key for spec in self.specs)
@@ -76,11 +76,10 @@ class ExportedEngine:
         self.accuracy = tuple(config.accuracy or ())
         self.fingerprint: str = facts["fingerprint"]
         self.space: str = facts["space"]
-        self.program = "aotinductor" if facts["kind"] == PT2.kind else "torch.export"
-        self.dynamic_batch: bool = facts["dynamic_batch"]
+        self.program: str = facts["program"]
         self.device = device
         self.samples = config.sample if isinstance(config.sample, list) else [config.sample]
-        self._axes = InputAxes(self.samples, self.dynamic_batch)
+        self._axes = InputAxes(self.samples)
         self.sample = self._axes.sample
         self._stager = Stager(device)
 
@@ -110,10 +109,6 @@ class ExportedEngine:
         x = as_batch(x)
         self.check(first_of(x, "input"))
         size = len(next(iter(tensors_of(x))))
-        if not self.dynamic_batch and size != 1:
-            raise InvalidRequest(
-                f"input: a batch of {size}, these programs take batches of 1; export with dynamic_batch=True"
-            )
         programs = self._programs[subnet]
         with torch.inference_mode():
             return call_with(programs.get(size, programs[0]), x)
@@ -136,7 +131,7 @@ class ExportedEngine:
         Raises:
             SpecError: there is no such id.
         """
-        alike = self.dynamic_batch and len({str(shapes(x)) for x in inputs}) == 1
+        alike = len({str(shapes(x)) for x in inputs}) == 1
         groups = [inputs] if alike else [[one] for one in inputs]
         outputs: list[Any] = []
         for group in groups:
@@ -164,11 +159,11 @@ def load_exported(
     trusted: bool = False,
     progress: bool = True,
 ) -> ExportedEngine:
-    """Read what `to_pt2` or `to_exported_programs` wrote.
+    """Read what `to_pt2`, `to_exported_programs` or `to_onnx` wrote.
 
     Loading runs code from the files with all rights of this process. A .pt2 contains native code, and
     `torch.export.load` evaluates strings and unpickles records of a graph. Load only what you or somebody you
-    trust made.
+    trust made. ONNX files run in onnxruntime, on the CPU, with as many threads as torch has now.
 
     Args:
         path: the .pt2, or the directory of the export.
@@ -184,6 +179,7 @@ def load_exported(
         ExportError: `trusted` is False, or torch is too old for a .pt2.
         FileFormatError: a file is missing, truncated, changed or of a newer schema, or programs were
             compiled by another torch or for another kind of machine, or graphs written by a newer torch.
+        MissingExtra: the package `onnxruntime` is not installed.
         PrecisionError: a subnet computes at a precision that this machine does not run, as in an `Engine`.
         DeviceError: there is no such device.
     """
@@ -195,73 +191,60 @@ def load_exported(
         )
     if Path(path).is_dir() or Path(path).suffix != ".pt2":
         read = partial(_read_folder, device=device, progress=progress)
-        return export_format(PROGRAMS_KIND).read_version(path, read)
+        return export_format().read_version(path, read)
     require_regular(path)
-    tools = archive_tools()
-    with PT2.fields(path, _PASSING, _DAMAGED):
-        return _read_pt2(Path(path), device, tools)
-
-
-def _read_pt2(path: Path, device: str | torch.device | None, tools: Any) -> ExportedEngine:
-    with ZipFile(path) as file, TemporaryDirectory() as folder:
+    with PT2.fields(path, _PASSING, _DAMAGED), ZipFile(path) as file, TemporaryDirectory() as folder:
         if damaged := file.testzip():
             raise FileFormatError(f"{path}: {damaged} is damaged; restore the file, or export again")
         names = {name.partition("/")[2]: name for name in file.namelist()}
         facts = PT2.parsed(path, file.read(names[FACTS]))
-        home, config = _home(path, facts, device)
+        home = _home(path, facts, device)
+        made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(home))
+        if made != here:
+            raise FileFormatError(
+                f"{path}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
+                "export again on this kind of machine, or with to_exported_programs"
+            )
         place: int | None = home.index
         index = -1 if place is None else place
         with quiet():
-            loaded = tools.load_pt2(str(path), load_weights_from_disk=True, device_index=index).aoti_runners
-            programs = [{0: _checked(loaded[subnet_name(i)])} for i in range(len(config.specs))]
+            loaded = archive_tools().load_pt2(str(path), load_weights_from_disk=True, device_index=index)
+            programs = [
+                {0: _checked(loaded.aoti_runners[subnet_name(i)])} for i in range(len(facts["subnets"]))
+            ]
             for subnet, sizes in facts["frozen"].items():
                 for size in sizes:
-                    package = file.extract(names[FROZEN.format(subnet_name(int(subnet)), size)], folder)
+                    package = file.extract(names[FROZEN.format(subnet, size)], folder)
                     frozen = torch._inductor.aoti_load_package(package, device_index=index)
                     programs[int(subnet)][size] = _checked(frozen)
-        return ExportedEngine(programs, config, facts, home)
+        return ExportedEngine(programs, facts, home)
 
 
 def _read_folder(
     folder: Path, facts: dict[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
-    with export_format(PROGRAMS_KIND).fields(folder, _PASSING, _DAMAGED):
-        home, config = _home(folder, facts, device)
-        names = [program_name(i) for i in range(len(config.specs))]
-        missing = sorted({PROGRAM_WEIGHTS, *names} - set(facts["files"]))
-        if missing:
-            raise FileFormatError(f"{folder}: `files` does not list {missing}")
-        tensors = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
-        bar = tqdm(names, desc="loading subnets", disable=not progress or None)
-        programs = [
-            {0: _load_graph(folder / name, own, facts)} for name, own in zip(bar, tensors, strict=True)
+    with export_format().fields(folder, _PASSING, _DAMAGED):
+        home, onnx = _home(folder, facts, device), facts["program"] == "onnx"
+        paths = [
+            folder / f"{subnet_name(i)}.{'onnx' if onnx else 'pt2'}" for i in range(len(facts["subnets"]))
         ]
-        return ExportedEngine(programs, config, facts, home)
+        bar = tqdm(paths, desc="loading subnets", disable=not progress or None)
+        if onnx:
+            programs = [_session(path) for path in bar]
+        else:
+            weights = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
+            programs = [_load_graph(path, own, facts) for path, own in zip(bar, weights, strict=True)]
+        return ExportedEngine([{0: program} for program in programs], facts, home)
 
 
-def _home(
-    path: Path, facts: Mapping[str, Any], asked: str | torch.device | None
-) -> tuple[torch.device, EngineConfig]:
-    """Return where to run what was exported, and its configuration; refuse what cannot run there."""
+def _home(path: StrPath, facts: Mapping[str, Any], asked: str | torch.device | None) -> torch.device:
+    """Return where to run what was exported."""
     home = find_device(facts["device"] if asked is None else asked)
     if facts["device"] != home.type:
         raise FileFormatError(
             f"{path}: exported for {facts['device']}, asked to run on {home}; export from an Engine there"
         )
-    made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(home))
-    if facts["kind"] == PT2.kind and made != here:
-        raise FileFormatError(
-            f"{path}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
-            "export again on this kind of machine, or with to_exported_programs"
-        )
-    if facts.get("compile", "none") != "none":
-        raise FileFormatError(
-            f"{path}: packages of an earlier version of subnetact; export again with to_pt2"
-        )
-    config = EngineConfig.from_json(facts)
-    for precision in sorted({spec.precision for spec in config.specs}):
-        require_precision(precision, home)
-    return home, config
+    return home
 
 
 def _checked(program: Program) -> Program:
@@ -269,6 +252,26 @@ def _checked(program: Program) -> Program:
     return lambda *args, **kwargs: program(
         *map(Tensor.contiguous, args), **map_tensors(Tensor.contiguous, kwargs)
     )
+
+
+def _session(path: Path) -> Program:
+    """Return a function that runs an ONNX file; several outputs come as a tuple, or by their names."""
+    if find_spec("onnxruntime") is None:
+        raise MissingExtra(f"{path}: it runs in onnxruntime; pip install onnxruntime")
+    onnxruntime = import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    inputs, names = ([part.name for part in parts] for parts in (session.get_inputs(), session.get_outputs()))
+
+    def run(*args: Tensor, **kwargs: Tensor) -> Any:
+        arrays = (part.numpy() for part in (*args, *kwargs.values()))
+        outputs = map(torch.from_numpy, session.run(None, dict(zip(inputs, arrays, strict=True))))
+        if names[0] == "output":
+            return next(outputs)
+        return tuple(outputs) if names[0] == "output_0" else dict(zip(names, outputs, strict=True))
+
+    return run
 
 
 def _load_graph(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Program:

@@ -16,7 +16,7 @@ LARGEST_BATCH = 2**30
 
 
 class InputAxes:
-    """The axes of the tensors of a batch: the first one is free from 1 on, if `dynamic_batch` is true.
+    """The axes of the tensors of a batch: the first one is free from 1 on.
 
     Others are free if the samples differ there, from the smallest size of a sample to the largest one. Axes
     that are equally long in every sample, as those of token ids and of their mask are, stay equally long.
@@ -25,9 +25,8 @@ class InputAxes:
         sample: the largest sample, without a batch axis.
     """
 
-    def __init__(self, samples: Sequence[Any], dynamic_batch: bool = True) -> None:
+    def __init__(self, samples: Sequence[Any]) -> None:
         self.sample = samples[-1]
-        self._dynamic_batch = dynamic_batch
         shapes = zip(*([t.shape for t in tensors_of(sample)] for sample in samples), strict=True)
         self._sizes = [list(zip(*sizes, strict=True)) for sizes in shapes]
         """For every tensor and axis, the sizes in all samples."""
@@ -37,7 +36,7 @@ class InputAxes:
     def dims(self) -> list[dict[int, Dim]]:
         """Return, for every tensor of a batch, its free axes, as `torch.export` takes them."""
         free = {sizes: Dim(name, min=min(sizes), max=max(sizes)) for sizes, name in self.names.items()}
-        batch = {0: Dim("batch", min=1)} if self._dynamic_batch else {}
+        batch = {0: Dim("batch", min=1)}
         return [
             batch | {i: free[sizes] for i, sizes in enumerate(axes, 1) if sizes in free}
             for axes in self._sizes
@@ -48,10 +47,9 @@ class InputAxes:
 
         Axes of one name are equally long in all tensors of a batch.
         """
-        most = LARGEST_BATCH if self._dynamic_batch else 1
-        free = {sizes: (f"{name}:{min(sizes)}:{max(sizes)}") for sizes, name in self.names.items()}
+        free = {sizes: f"{name}:{min(sizes)}:{max(sizes)}" for sizes, name in self.names.items()}
         return [
-            [(f"batch:1:{most}", 1, most)]
+            [(f"batch:1:{LARGEST_BATCH}", 1, LARGEST_BATCH)]
             + [(free.get(sizes, str(sizes[0])), min(sizes), max(sizes)) for sizes in axes]
             for axes in self._sizes
         ]

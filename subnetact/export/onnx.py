@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves
 from subnetact.device import machine
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra
-from subnetact.export.subnet_program import bar, chosen_specs, export_format, quiet, subnet_programs
+from subnetact.export.subnet_program import bar, export_format, quiet, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
-ONNX_KIND = "subnetact.onnx"
 ABOUT_ALL = "fingerprint", "inputs", "torch", "machine"
 """The facts of an export that every file has, too."""
 
@@ -75,9 +74,9 @@ def to_onnx(
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
-    chosen = chosen_specs(engine, subnets)
-    facts, axes, programs = subnet_programs(engine, chosen, True, {"machine": machine(engine.device)})
-    with export_format(ONNX_KIND).writing(directory, facts) as folder:
+    here = machine(engine.device)
+    facts, axes, programs = subnet_programs(engine, subnets, "onnx", device="cpu", machine=here)
+    with export_format().writing(directory, facts) as folder:
         for i, subnet in enumerate(bar(programs, progress)):
             program = subnet.traced(axes)
             traced = program.module()

@@ -11,11 +11,10 @@ from torch.export import ExportedProgram
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import SubnetProgram, chosen_specs, exporting, quiet
+from subnetact.export.subnet_program import SubnetProgram, bar, export_format, quiet, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 
-PROGRAMS_KIND = "subnetact.programs"
 PROGRAM_WEIGHTS = "weights.pt"
 """The file with the tensors of every program by name. torch.save writes every storage once, and slices of a
 supernet's weights are views of one storage, so that the full weights are in it once for all subnets."""
@@ -26,7 +25,6 @@ def to_exported_programs(
     directory: StrPath,
     *,
     subnets: Sequence[SubnetSpec] | None = None,
-    dynamic_batch: bool = True,
     progress: bool = True,
 ) -> Path:
     """Write one program per subnet, and one file with the weights of all of them.
@@ -43,7 +41,6 @@ def to_exported_programs(
         directory: a new or empty directory, or an earlier export, which is replaced as a whole.
         subnets: specifications of the subnets to export; program i is subnet `subnets[i]`. If None, all that
             the engine serves.
-        dynamic_batch: whether programs take batches of any size. If false, they take batches of one.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -62,15 +59,13 @@ def to_exported_programs(
         >>> exported = load_exported("programs", trusted=True)
         >>> logits = exported(images, subnet=0)
     """
-    chosen = chosen_specs(engine, subnets)
-    facts = {"compile": "none", "device": engine.device.type, "capability": capability(engine.device)}
+    facts, axes, programs = subnet_programs(engine, subnets, "torch.export")
     weights: list[dict[str, Tensor]] = []
-    with exporting(engine, directory, PROGRAMS_KIND, chosen, dynamic_batch, facts, progress) as writing:
-        folder, axes, programs = writing
-        for subnet in programs:
+    with export_format().writing(directory, facts) as folder:
+        for i, subnet in enumerate(bar(programs, progress)):
             program = subnet.traced(axes)
             weights.append(tensors_by_name(program, subnet))
-            _write_graph(program, folder / program_name(len(weights) - 1), subnet)
+            _write_graph(program, folder / f"subnet-{i}.pt2", subnet)
         torch.save(weights, folder / PROGRAM_WEIGHTS)
     return Path(directory)
 
@@ -82,18 +77,6 @@ def tensors_by_name(program: ExportedProgram, subnet: SubnetProgram) -> dict[str
         if not isinstance(constant, Tensor):
             raise ExportError(f"subnet {subnet.name}: the constant {name} is not a tensor; remove it")
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def program_name(subnet: int) -> str:
-    """Return the name of the file with the program of a subnet."""
-    return f"program-{subnet}.pt2"
-
-
-def capability(device: torch.device) -> str:
-    """Return the instruction set of a CPU, or the compute capability of a GPU, that compiled code uses."""
-    if device.type == "cuda":
-        return ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _write_graph(program: ExportedProgram, path: Path, subnet: SubnetProgram) -> None:

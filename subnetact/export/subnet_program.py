@@ -19,7 +19,7 @@ from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.device import raise_if_explained, raise_if_out_of_memory
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, sample_to_json, shapes
+from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import ExportError, ExportWarning, first_line
 from subnetact.export.input_axes import InputAxes
 from subnetact.files.documents import FolderFormat, StrPath
@@ -37,8 +37,8 @@ class SubnetProgram:
     x: Any
     smaller: tuple[Any, ...] = ()
 
-    def traced(self, axes: InputAxes) -> ExportedProgram:
-        """Return the program of `torch.export`, for all sizes that the axes may have."""
+    def traced(self, axes: InputAxes | None) -> ExportedProgram:
+        """Return the program of `torch.export`, for all sizes that the axes may have, or of the example."""
         x = self.x
         args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
         if not all(isinstance(part, Tensor) for part in (*args, *(kwargs or {}).values())):
@@ -46,8 +46,8 @@ class SubnetProgram:
                 "this format takes a tensor, or a flat tuple or dictionary of tensors; flatten the network's "
                 "inputs, or serve the Engine itself"
             )
-        dims = axes.dims()
-        shapes: Any = dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims)
+        dims = axes and axes.dims()
+        shapes: Any = dims and (dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims))
         with quiet(), self.blamed("torch.export"), torch.no_grad():
             call_with(self.view, x)  # computes again what follows from weights that have changed in place
             return torch.export.export(self.view, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -84,44 +84,26 @@ class SubnetProgram:
             where = f"module {path}" if path else "its graph"
             raise ExportError(
                 f"subnet {self.name}: {tool} cannot take {where}: {first_line(error)}; rewrite that forward "
-                "without branches on values, try dynamic_batch=False, or serve the Engine itself"
+                "without branches on values, or serve the Engine itself"
             ) from error
 
 
 def subnet_programs(
-    engine: Engine, specs: Sequence[SubnetSpec], dynamic_batch: bool, facts: Mapping[str, Any]
+    engine: Engine, subnets: Sequence[SubnetSpec] | None, program: str, **facts: Any
 ) -> tuple[dict[str, Any], InputAxes, list[SubnetProgram]]:
     """Return the facts of an export, the axes of its inputs, and its subnets."""
-    axes = InputAxes(engine.samples, dynamic_batch)
-    size = 3 if dynamic_batch else 1
-    x = batch_like(engine.sample, size, engine.device)
-    smaller = tuple(batch_like(sample, size, engine.device) for sample in engine.samples[:-1])
+    specs, axes = chosen_specs(engine, subnets), InputAxes(engine.samples)
+    *smaller, x = (batch_like(sample, 3, engine.device) for sample in engine.samples)
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
         supernet.require_calibrated(specs)
     programs = [
-        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x, smaller)
+        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x, tuple(smaller))
         for i, spec in enumerate(specs)
     ]
-    own = {"dynamic_batch": dynamic_batch, "inputs": axes.described(), **facts}
-    own |= {"space": supernet.space.id, "fingerprint": supernet.fingerprint()}
-    return described(engine, specs, own), axes, programs
-
-
-@contextmanager
-def exporting(
-    engine: Engine,
-    directory: StrPath,
-    kind: str,
-    specs: Sequence[SubnetSpec],
-    dynamic_batch: bool,
-    facts: Mapping[str, Any],
-    progress: bool,
-) -> Iterator[tuple[Path, InputAxes, Iterable[SubnetProgram]]]:
-    """Yield a folder to write into, the axes of the inputs, and the subnets to write; then add the index."""
-    facts, axes, programs = subnet_programs(engine, specs, dynamic_batch, facts)
-    with export_format(kind).writing(directory, facts) as folder:
-        yield folder, axes, bar(programs, progress)
+    facts = {"program": program, "device": engine.device.type, **facts, "inputs": axes.described()}
+    facts |= {"space": supernet.space.id, "fingerprint": supernet.fingerprint()}
+    return described(engine, specs, facts), axes, programs
 
 
 def bar(programs: list[SubnetProgram], progress: bool) -> Iterable[SubnetProgram]:
@@ -140,8 +122,7 @@ def writing_folder(
             ExportWarning,
             stacklevel=4,
         )
-    facts = {**described(engine, specs, facts), "sample": sample_to_json(engine.sample)}
-    with export_format(kind).writing(directory, facts) as folder:
+    with export_format(kind).writing(directory, described(engine, specs, facts)) as folder:
         yield folder
 
 
@@ -153,7 +134,7 @@ def described(engine: Engine, specs: Sequence[SubnetSpec], facts: Mapping[str, A
     return {"subnetact": __version__, "torch": torch.__version__, **facts, **config.to_json()}
 
 
-def export_format(kind: str) -> FolderFormat:
+def export_format(kind: str = "subnetact.export") -> FolderFormat:
     """Return the format of exported folders of one kind."""
     return FolderFormat("an export", kind, 1, "give the folder that the exporter wrote", "export.json")
 
