@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
@@ -98,6 +99,12 @@ def to_pt2(
             f"frozen_mb {frozen_mb} and frozen_batches {frozen_batches}: give MiB and sizes >= 1"
         )
     tools, here, specs = archive_tools(), capability(engine.device), chosen_specs(engine, subnets)
+    try:
+        import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+    except RuntimeError as error:
+        raise ExportError(
+            "a .pt2 needs a C++ compiler: apt-get install g++, or use to_exported_programs"
+        ) from error
     facts, axes, programs = subnet_programs(engine, specs, "aotinductor", capability=here)
     sizes = sorted(set(frozen_batches))
     frozen = _frozen(engine, specs, programs, frozen_mb / max(len(sizes), 1))
@@ -160,7 +167,7 @@ def _frozen(
 
 def _compiled(subnet: SubnetProgram, axes: InputAxes | None) -> list[Any]:
     """Return the files of a compiled subnet, and which tensors it takes; without axes it is frozen."""
-    weights = import_module("torch.export.pt2_archive._package_weights")
+    packing = import_module("torch.export.pt2_archive._package_weights")
     options = {
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": axes is None,
@@ -174,10 +181,19 @@ def _compiled(subnet: SubnetProgram, axes: InputAxes | None) -> list[Any]:
     tensors = tensors_by_name(program, subnet)
     with subnet.blamed("AOTInductor"), torch.no_grad():
         files: Any = torch._inductor.aot_compile(program.module(), *program.example_inputs, options=options)
-    # torch clones statistics, which are slices, and then looks for them where their originals are.
     return [
-        weights.Weights({name: (tensors[name], weights.TensorProperties(tensors[name])) for name in file})
-        if isinstance(file, weights.Weights)
+        packing.Weights({name: _whole(tensors[name], packing) for name in file})
+        if isinstance(file, packing.Weights)
         else file
         for file in files
     ]
+
+
+def _whole(tensor: Tensor, packing: Any) -> tuple[Tensor, Any]:
+    """Return the tensor of a whole storage, which torch packs, and the properties of the slice of it."""
+    storage, properties = tensor.untyped_storage(), packing.TensorProperties(tensor)
+    properties.is_complete = lambda: True  # else torch would join slices, and forget where they begin
+    size = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, 0, (size,), (1,)
+    ), properties

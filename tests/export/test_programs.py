@@ -22,7 +22,7 @@ from subnetact.errors import (
     ProfileMismatch,
     SpecError,
 )
-from subnetact.export import ExportedEngine, load_exported, to_exported_programs
+from subnetact.export import ExportedEngine, load_exported, to_exported_programs, to_onnx
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
@@ -81,7 +81,7 @@ def test_programs_equal_the_supernet(engine: subnetact.Engine, exported: Exporte
 
 
 def test_weights_are_stored_and_loaded_once(folder: Path, engine: subnetact.Engine) -> None:
-    assert all(program.stat().st_size < 1_500_000 for program in folder.glob("program-*.pt2"))
+    assert all(program.stat().st_size < 1_500_000 for program in folder.glob("subnet-*.pt2"))
     once = sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
     assert (folder / "weights.pt").stat().st_size <= 1.05 * (once + engine.supernet.norms.nbytes())
     tensors = torch.load(folder / "weights.pt", weights_only=True)
@@ -127,19 +127,21 @@ def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
     assert not wrong
 
 
-def test_fixed_batch_of_some_subnets(engine: subnetact.Engine, tmp_path: Path) -> None:
+def test_onnx_files_run_in_its_place(engine: subnetact.Engine, tmp_path: Path) -> None:
     loaded = load_exported(
-        to_exported_programs(
-            engine, tmp_path / "p", subnets=engine.specs[1:2], dynamic_batch=False, progress=False
-        ),
-        trusted=True,
+        to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[1:], progress=False), trusted=True
     )
-    assert loaded.keys == engine.keys[1:2]
-    want = engine.supernet(IMAGES[:2], subnet=engine.specs[1])
-    got = torch.stack(list(loaded.run(0, list(IMAGES[:2]), 2)))
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
-    with pytest.raises(InvalidRequest, match="a batch of 2"):
-        loaded(IMAGES[:2], subnet=0)
+    assert (loaded.keys, loaded.program) == (engine.keys[1:], "onnx")
+    for i, spec in enumerate(loaded.specs):
+        for x in (IMAGES[:1], IMAGES, IMAGES.transpose(2, 3)):
+            want = engine.supernet(x, subnet=spec)
+            torch.testing.assert_close(loaded(x, subnet=i), want, atol=5e-5, rtol=5e-5)
+    table = subnetact.profile_latency(loaded, [1, 3], accuracy=[60, 70], min_time_ms=5)
+    assert table.stamp["program"] == "onnx"
+    with subnetact.Batcher(loaded, table=table, slo_ms=5000) as batcher:
+        answer = batcher.submit(IMAGES[0]).result(60)
+    want = engine.supernet(IMAGES[:1], subnet=loaded.specs[answer.subnet])[0]
+    torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=5e-5)
 
 
 def test_wrong_arguments_are_refused(
@@ -168,7 +170,7 @@ def test_wrong_arguments_are_refused(
             exported(x, subnet=0)
 
 
-@pytest.mark.parametrize("name", ["weights.pt", "program-1.pt2", "export.json"])
+@pytest.mark.parametrize("name", ["weights.pt", "subnet-1.pt2", "export.json"])
 def test_damaged_files_are_named(copy: Path, name: str) -> None:
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -184,20 +186,17 @@ def test_foreign_exports_are_refused(copy: Path) -> None:
     rewrite(copy, schema=2)
     with pytest.raises(FileFormatError, match="schema 2, this version reads 1; update subnetact"):
         load_exported(copy, trusted=True)
-    rewrite(copy, schema=1, kind="subnetact.onnx")
-    with pytest.raises(FileFormatError, match=r"not an export; expected .* of kind .subnetact\.programs"):
+    rewrite(copy, schema=1, kind="subnetact.triton")
+    with pytest.raises(FileFormatError, match=r"not an export; expected .* of kind .subnetact\.export"):
         load_exported(copy, trusted=True)
-    rewrite(copy, kind="subnetact.programs", device="cuda")
+    rewrite(copy, kind="subnetact.export", device="cuda")
     with pytest.raises((FileFormatError, subnetact.errors.DeviceError)):
-        load_exported(copy, trusted=True)
-    rewrite(copy, device="cpu", compile="aoti")
-    with pytest.raises(FileFormatError, match="earlier version of subnetact; export again with to_pt2"):
         load_exported(copy, trusted=True)
     document = json.loads((copy / "export.json").read_text())
     more = {name: [*document[name], document[name][0]] for name in ("subnets", "accuracy")}
     more["subnets"][-1] = subnetact.SubnetSpec("digits", ()).to_json()
-    rewrite(copy, compile="none", **more)
-    with pytest.raises(FileFormatError, match=r"does not list \['program-3.pt2'\]"):
+    rewrite(copy, device="cpu", **more)
+    with pytest.raises(FileFormatError, match="damaged"):
         load_exported(copy, trusted=True)
     rewrite(copy, subnets=[{}])
     with pytest.raises(FileFormatError, match="a field is missing"):
@@ -211,7 +210,7 @@ def test_foreign_exports_are_refused(copy: Path) -> None:
 
 
 def test_a_graph_of_a_newer_torch_is_called_that(copy: Path) -> None:
-    (copy / "program-0.pt2").write_bytes(b"nothing")
+    (copy / "subnet-0.pt2").write_bytes(b"nothing")
     rewrite(copy, torch="99.1.0+cpu")
     with pytest.raises(FileFormatError, match=r"written by torch 99\.1\.0\+cpu, this is torch"):
         load_exported(copy, trusted=True)
@@ -222,7 +221,7 @@ def test_a_graph_of_a_newer_torch_is_called_that(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["copy", "model.pt2"])
 def test_loading_runs_code_and_needs_trust(copy: Path, name: str) -> None:
-    (copy / "program-0.pt2").unlink()
+    (copy / "subnet-0.pt2").unlink()
     with pytest.raises(ExportError, match=r"evaluates strings and unpickles .* trusted=True"):
         load_exported(copy.parent / name)
 

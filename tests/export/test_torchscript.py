@@ -281,7 +281,9 @@ def test_statistics_of_two_dtypes_are_refused(digits: Supernet, tmp_path: Path) 
     engine = plain_engine(digits, [digits.space.smallest()], DIGIT)
     norm = next(iter(digits.norm_operators().values()))
     norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
-    with pytest.raises(ExportError, match=r"expected scalar type Float but found Double.*nothing was written"):
+    with pytest.raises(
+        ExportError, match=r"expected scalar type Float but found Double.*nothing was written"
+    ):
         to_torchscript(engine, tmp_path / "m.pt")
 
 
