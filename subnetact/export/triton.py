@@ -25,12 +25,10 @@ from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
 
 TRITON_KIND = "subnetact.triton"
-FLAVOURS = ("libtorch", "python")
 TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}
 """Those of the types that Triton's interface of NumPy has."""
 PRIORITIES = (
-    "priority_levels: 3 default_priority_level: 2 "
-    "default_queue_policy { timeout_action: REJECT allow_timeout_override: true }"
+    "priority_levels: 3 default_priority_level: 2 default_queue_policy { allow_timeout_override: true }"
 )
 """How Triton's own queue honours Triton's `priority` and `timeout`."""
 STEP = "input_map { key: 'INPUT__0' value: 'INPUT__0' } " + " ".join(
@@ -96,8 +94,8 @@ def to_triton(
     Example:
         >>> to_triton(engine, "models", "python", name="digits", table=table, slo_ms=36.0)
     """
-    if flavour not in FLAVOURS:
-        raise ExportError(f"flavour: {flavour!r} is not known; choose from {', '.join(FLAVOURS)}")
+    if flavour not in ("libtorch", "python"):
+        raise ExportError(f"flavour: {flavour!r} is not known; choose from libtorch, python")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", str(name)):
         raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
     libtorch = flavour == "libtorch"
@@ -117,19 +115,14 @@ def to_triton(
     made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(one, Tensor) for one in (x, *made)):
         raise ExportError(
-            "to_triton takes networks of one input tensor and one output tensor; export this one with "
-            "to_torchscript or to_onnx and configure Triton for its tensors, or serve the Engine itself: "
-            "python -m subnetact.serve"
+            "to_triton takes networks of one input tensor and one output tensor; use to_torchscript or to_onnx "
+            "and describe the tensors to Triton, or serve the Engine itself: python -m subnetact.serve"
         )
-    config = [
-        f"max_batch_size: {size}",
-        _tensor("input", "INPUT__0", [x]),
-        _tensor("output", "OUTPUT__0", made),
-    ]
-    work = [
-        f"instance_group [ {{ count: 1 kind: KIND_{'GPU' if engine.device.type == 'cuda' else 'CPU'} }} ]",
-        f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} {PRIORITIES} }}",
-    ]
+    tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
+    config = [f"max_batch_size: {size}", *tensors]
+    kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
+    work = [f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
+    work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} {PRIORITIES} }}"]
     facts, inner = {"flavour": flavour}, target.with_name(f"{name}_batcher")
     with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.
@@ -158,9 +151,8 @@ def _tensor(role: str, name: str, seen: Sequence[Tensor]) -> str:
     kind, shapes = TYPES.get(seen[0].dtype), {x.shape[1:] for x in seen}
     if kind is None or not all(shapes) or len({len(shape) for shape in shapes}) > 1:
         raise ExportError(
-            f"{name}: {seen[0].dtype} of {' or '.join(str(tuple(x.shape)) for x in seen)} does not suit "
-            f"Triton, which takes {', '.join(TYPES.values())}, and at least one dimension beside the batch, "
-            "the same number for all subnets"
+            f"{name}: {seen[0].dtype} of {' or '.join(str(tuple(x.shape)) for x in seen)}; Triton takes "
+            f"{', '.join(TYPES.values())}, and dimensions beside the batch, as many for all subnets"
         )
     dims = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True)]
     return f'{role} [ {{ name: "{name}" data_type: TYPE_{kind} dims: {dims} }} ]'
@@ -171,11 +163,11 @@ def _warm_up(x: Tensor, subnet: int, size: int) -> str:
 
     It runs three times, because TorchScript optimises again in the second run.
     """
-    dims, kind = list(x.shape[1:]), TYPES[x.dtype]
+    kind, dims, code = TYPES[x.dtype], list(x.shape[1:]), [subnet + 1]
     return (
         f'model_warmup [ {{ name: "subnet {subnet}, batch {size}" batch_size: {size} count: 3 '
         f'inputs {{ key: "INPUT__0" value: {{ data_type: TYPE_{kind} dims: {dims} zero_data: true }} }} '
-        f'inputs {{ key: "INPUT__1" value: {{ data_type: TYPE_BOOL dims: {[subnet + 1]} zero_data: true }} }} }} ]'
+        f'inputs {{ key: "INPUT__1" value: {{ data_type: TYPE_BOOL dims: {code} zero_data: true }} }} }} ]'
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,6 @@ class TritonPythonModel:
         self.families: dict[str, Any] = {}
         self.metrics: dict[tuple[str, ...], tuple[Any, float]] = {}
         self.waiting: set[Reply] = set()
-        try:
-            self._report()
-            self.reporting = True
-        except pb.TritonModelException as error:  # The server was started without metrics.
-            self.reporting = False
-            pb.Logger.log_warn(f"the batcher's metrics are not reported: {error}")
         self.closed = threading.Event()
         self.attendant = threading.Thread(target=self._attend, name="subnetact-triton", daemon=True)
         self.attendant.start()
@@ -106,7 +101,7 @@ class TritonPythonModel:
                     reply.refuse(CancelledError("the client gave up"))
                 if reply.sent:
                     self.waiting.discard(reply)
-            if self.reporting:
+            with suppress(pb.TritonModelException):  # The server may have been started without metrics.
                 self._report()
 
     def _report(self) -> None:
@@ -166,8 +161,7 @@ class Reply:
     def refuse(self, error: Exception) -> None:
         """Answer with the error, by its kind, and withdraw the samples that wait."""
         code = next(code for kind, code in CODES.items() if isinstance(error, kind))
-        text = f"{type(error).__name__}: {error}"
-        self._send(pb.InferenceResponse(error=pb.TritonError(text, code)))
+        self._send(pb.InferenceResponse(error=pb.TritonError(f"{type(error).__name__}: {error}", code)))
         for sample in self.samples:
             sample.cancel()
 
