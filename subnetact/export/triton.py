@@ -27,9 +27,7 @@ from subnetact.serving.policies.registry import make_policy
 TRITON_KIND = "subnetact.triton"
 TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}
 """Those of the types that Triton's interface of NumPy has."""
-PRIORITIES = (
-    "priority_levels: 3 default_priority_level: 2 default_queue_policy { allow_timeout_override: true }"
-)
+QUEUE = "priority_levels: 3 default_priority_level: 2 default_queue_policy { allow_timeout_override: true }"
 """How Triton's own queue honours Triton's `priority` and `timeout`."""
 STEP = "input_map { key: 'INPUT__0' value: 'INPUT__0' } " + " ".join(
     f"output_map {{ key: '{name}' value: '{name}' }}" for name in ("OUTPUT__0", "SUBNET", "MET")
@@ -115,14 +113,14 @@ def to_triton(
     made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(one, Tensor) for one in (x, *made)):
         raise ExportError(
-            "to_triton takes networks of one input tensor and one output tensor; use to_torchscript or to_onnx "
-            "and describe the tensors to Triton, or serve the Engine itself: python -m subnetact.serve"
+            "to_triton takes networks of one input tensor and one output tensor; use to_torchscript or "
+            "to_onnx and describe the tensors to Triton, or serve the Engine itself: python -m subnetact.serve"
         )
     tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
     config = [f"max_batch_size: {size}", *tensors]
     kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
     work = [f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
-    work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} {PRIORITIES} }}"]
+    work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} {QUEUE} }}"]
     facts, inner = {"flavour": flavour}, target.with_name(f"{name}_batcher")
     with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.

@@ -31,7 +31,7 @@ PARAMETERS = ("deadline_ms", "min_accuracy", "importance")
 TICK_S = 0.05
 SUFFIXES = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
 """The counters or gauge that a metric becomes; Triton's Python models have no histograms."""
-CODES = {
+CODES: dict[type[Exception], Any] = {
     InvalidRequest: pb.TritonError.INVALID_ARG,
     RequestError: pb.TritonError.UNAVAILABLE,
     CancelledError: pb.TritonError.CANCELLED,
