@@ -113,8 +113,8 @@ def to_triton(
     made = [engine(x, i) for i in engine.ids]
     if not all(isinstance(one, Tensor) for one in (x, *made)):
         raise ExportError(
-            "to_triton takes networks of one input tensor and one output tensor; use to_torchscript or "
-            "to_onnx and describe the tensors to Triton, or serve the Engine itself: python -m subnetact.serve"
+            "to_triton takes networks with one input and one output tensor; describe to_torchscript's or "
+            "to_onnx's file to Triton yourself, or serve the engine: python -m subnetact.serve"
         )
     tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
     config = [f"max_batch_size: {size}", *tensors]

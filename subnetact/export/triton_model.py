@@ -5,7 +5,8 @@ subnetact, which includes ofa_adapters. A request has one or more samples in INP
 parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the options), `min_accuracy` in
 percent, and `importance`, the priority of `Batcher.submit`; others are refused. Triton's own `timeout` is a
 deadline, too. All requests share one `Batcher`, whichever of Triton's batches they arrived in. A request that
-its client cancelled is withdrawn within about 50 ms. The batcher's metrics are among Triton's.
+its client cancelled is withdrawn within about 100 ms, unless it came through the ensemble, whose steps Triton
+does not cancel. The batcher's metrics are among Triton's.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from subnetact.serving import make_policy
 from subnetact.serving.live.prometheus import metrics_of
 
 PARAMETERS = ("deadline_ms", "min_accuracy", "importance")
-TICK_S = 0.05
+TICK_S = 0.1
 SUFFIXES = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
 """The counters or gauge that a metric becomes; Triton's Python models have no histograms."""
-CODES: dict[type[Exception], Any] = {
-    InvalidRequest: pb.TritonError.INVALID_ARG,
-    RequestError: pb.TritonError.UNAVAILABLE,
-    CancelledError: pb.TritonError.CANCELLED,
-    Exception: pb.TritonError.INTERNAL,
+CODES = {
+    InvalidRequest: "INVALID_ARG",
+    RequestError: "UNAVAILABLE",
+    CancelledError: "CANCELLED",
+    Exception: "INTERNAL",
 }
 
 
@@ -160,7 +161,7 @@ class Reply:
 
     def refuse(self, error: Exception) -> None:
         """Answer with the error, by its kind, and withdraw the samples that wait."""
-        code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+        code = getattr(pb.TritonError, next(CODES[kind] for kind in CODES if isinstance(error, kind)))
         self._send(pb.InferenceResponse(error=pb.TritonError(f"{type(error).__name__}: {error}", code)))
         for sample in self.samples:
             sample.cancel()
