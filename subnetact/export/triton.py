@@ -27,8 +27,11 @@ from subnetact.serving.policies.registry import make_policy
 TRITON_KIND = "subnetact.triton"
 TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}
 """Those of the types that Triton's interface of NumPy has."""
-QUEUE = "priority_levels: 3 default_priority_level: 2 default_queue_policy { allow_timeout_override: true }"
-"""How Triton's own queue honours Triton's `priority` and `timeout`."""
+QUEUE = (
+    "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
+    "default_queue_policy { allow_timeout_override: true } }"
+)
+"""How Triton's queue before `model.py` honours Triton's `priority` and `timeout`; with a delay it stalls."""
 STEP = "input_map { key: 'INPUT__0' value: 'INPUT__0' } " + " ".join(
     f"output_map {{ key: '{name}' value: '{name}' }}" for name in ("OUTPUT__0", "SUBNET", "MET")
 )
@@ -73,8 +76,8 @@ def to_triton(
         slo_ms: time in ms that a request has if it names no deadline; for "python", which needs it.
         max_batch_size: largest batch of Triton's batcher. If None, the largest in the table, or 16 without a
             table.
-        queue_delay_us: time in microseconds that Triton's batcher waits for a batch to fill. In the flavour
-            "python" batches are formed behind it, and it need not wait.
+        queue_delay_us: time in microseconds that Triton's batcher waits for a batch to fill; for "libtorch"
+            only.
         policy: name of the policy, as `subnetact.serving.make_policy` takes it; for "python" only.
         model: `PKG.MOD:FACTORY`, a function without arguments, which builds an own network that the bundle
             alone cannot; for "python" only. Triton's Python must be able to import it.
@@ -98,10 +101,11 @@ def to_triton(
         raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
     libtorch = flavour == "libtorch"
     options = {"slo_ms": slo_ms, "policy": policy, "model": model}
-    if libtorch and (table, *options.values()) != (None, None, "hullfit", None):
+    unfit = (table, *options.values()) != (None, None, "hullfit", None) if libtorch else queue_delay_us
+    if unfit:
         raise ExportError(
-            "table, slo_ms, policy, model: in the flavour 'libtorch' the client chooses, and the file holds "
-            "the network; leave them out, or choose flavour='python'"
+            "table, slo_ms, policy and model belong to the flavour 'python', and queue_delay_us to 'libtorch', in "
+            f"which the client chooses; leave out what does not belong to {flavour!r}, or choose the other one"
         )
     usual = 16 if table is None else table.batch_sizes[-1]
     size = usual if max_batch_size is None else max_batch_size
@@ -119,8 +123,7 @@ def to_triton(
     tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
     config = [f"max_batch_size: {size}", *tensors]
     kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
-    work = [f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
-    work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} {QUEUE} }}"]
+    instances = f"instance_group [ {{ count: 1 kind: {kind} }} ]"
     facts, inner = {"flavour": flavour}, target.with_name(f"{name}_batcher")
     with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.
@@ -129,14 +132,15 @@ def to_triton(
                 coded = ShapeCoded(to_torchscript(engine, folder / "1" / "model.pt")).eval()
                 torch.jit.save(torch.jit.script(coded), folder / "1" / "model.pt")
             config += ['input [ { name: "INPUT__1" data_type: TYPE_BOOL dims: [ -1 ] } ]']
-            config += ['platform: "pytorch_libtorch"', *work]
+            config += ['platform: "pytorch_libtorch"', instances]
+            config += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}"]
             config += [_warm_up(x, i, count) for i in range(len(chosen)) for count in sorted({1, size})]
         else:
             config += ['output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]']
             config += ['output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]']
             with writing_folder(engine, chosen, inner, TRITON_KIND, facts) as inner_folder:
                 line = _write_python(engine, inner_folder / "1", table, options)
-                text = "\n".join([*config, 'backend: "python"', *work, line, ""])
+                text = "\n".join([*config, 'backend: "python"', instances, QUEUE, line, ""])
                 (inner_folder / "config.pbtxt").write_text(text, encoding="utf-8")
             step = f"model_name: '{inner.name}' model_version: -1 {STEP}"
             config += ['platform: "ensemble"', f"ensemble_scheduling {{ step [ {{ {step} }} ] }}"]
@@ -205,6 +209,5 @@ class ShapeCoded(nn.Module):
         """Run a batch x (B, ...); `code` is of shape (B, id + 1), and its values do not matter."""
         if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
             raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
-        subnet = torch.full([1], code.size(1) - 1, dtype=torch.int64)
-        output: Tensor = self.inner(x, subnet)
+        output: Tensor = self.inner(x, torch.full([1], code.size(1) - 1, dtype=torch.int64))
         return output

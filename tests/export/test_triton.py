@@ -77,7 +77,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         *tensors,
         'backend: "python"',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
-        "dynamic_batching { max_queue_delay_microseconds: 0 priority_levels: 3 default_priority_level: 2 "
+        "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
         "default_queue_policy { allow_timeout_override: true } }",
         "parameters { key: 'options' value: { string_value: '"
         '{"slo_ms": 40, "policy": "hullfit", "model": null, "learn": true, "memory_budget_mb": 0.0}'
@@ -140,13 +140,14 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
     for arguments, message in (
         ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
         ({"flavour": "python"}, "give table=profile_latency"),
+        ({"flavour": "python", "table": table, "slo_ms": 9.0, "queue_delay_us": 5}, "queue_delay_us to"),
         ({"name": "a/b"}, "is not a model name"),
         ({"name": ".."}, "is not a model name"),
         ({"name": 'a"b'}, "is not a model name"),
         ({"flavour": "python", "table": table}, "slo_ms is the time in ms"),
         ({"table": table}, "the client chooses"),
         ({"slo_ms": 5.0}, "the client chooses"),
-        ({"model": "torch.nn:ReLU"}, "the file holds the network"),
+        ({"model": "torch.nn:ReLU"}, "does not belong to 'libtorch'"),
         ({"max_batch_size": 0}, "max_batch_size: 0 must be a whole number of at least 1"),
         ({"max_batch_size": 2.5}, "must be a whole number"),
         ({"queue_delay_us": -1}, "queue_delay_us: -1 must be a whole number of at least 0"),
