@@ -104,8 +104,8 @@ def to_triton(
     unfit = (table, *options.values()) != (None, None, "hullfit", None) if libtorch else queue_delay_us
     if unfit:
         raise ExportError(
-            "table, slo_ms, policy and model belong to the flavour 'python', and queue_delay_us to 'libtorch', in "
-            f"which the client chooses; leave out what does not belong to {flavour!r}, or choose the other one"
+            "table, slo_ms, policy and model belong to the flavour 'python', queue_delay_us to 'libtorch', "
+            f"where the client chooses; leave out what does not belong to {flavour!r}, or take the other one"
         )
     usual = 16 if table is None else table.batch_sizes[-1]
     size = usual if max_batch_size is None else max_batch_size
