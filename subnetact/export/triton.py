@@ -27,11 +27,6 @@ from subnetact.serving.policies.registry import make_policy
 TRITON_KIND = "subnetact.triton"
 TYPES = {dtype: name for dtype, name in DATATYPES.items() if dtype != torch.bfloat16}
 """Those of the types that Triton's interface of NumPy has."""
-QUEUE = (
-    "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
-    "default_queue_policy { allow_timeout_override: true } }"
-)
-"""How Triton's queue before `model.py` honours Triton's `priority` and `timeout`; with a delay it stalls."""
 STEP = "input_map { key: 'INPUT__0' value: 'INPUT__0' } " + " ".join(
     f"output_map {{ key: '{name}' value: '{name}' }}" for name in ("OUTPUT__0", "SUBNET", "MET")
 )
@@ -123,7 +118,8 @@ def to_triton(
     tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
     config = [f"max_batch_size: {size}", *tensors]
     kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
-    instances = f"instance_group [ {{ count: 1 kind: {kind} }} ]"
+    work = [f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
+    work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}"]
     facts, inner = {"flavour": flavour}, target.with_name(f"{name}_batcher")
     with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.
@@ -132,15 +128,14 @@ def to_triton(
                 coded = ShapeCoded(to_torchscript(engine, folder / "1" / "model.pt")).eval()
                 torch.jit.save(torch.jit.script(coded), folder / "1" / "model.pt")
             config += ['input [ { name: "INPUT__1" data_type: TYPE_BOOL dims: [ -1 ] } ]']
-            config += ['platform: "pytorch_libtorch"', instances]
-            config += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}"]
+            config += ['platform: "pytorch_libtorch"', *work]
             config += [_warm_up(x, i, count) for i in range(len(chosen)) for count in sorted({1, size})]
         else:
             config += ['output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]']
             config += ['output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]']
             with writing_folder(engine, chosen, inner, TRITON_KIND, facts) as inner_folder:
                 line = _write_python(engine, inner_folder / "1", table, options)
-                text = "\n".join([*config, 'backend: "python"', instances, QUEUE, line, ""])
+                text = "\n".join([*config, 'backend: "python"', *work, line, ""])
                 (inner_folder / "config.pbtxt").write_text(text, encoding="utf-8")
             step = f"model_name: '{inner.name}' model_version: -1 {STEP}"
             config += ['platform: "ensemble"', f"ensemble_scheduling {{ step [ {{ {step} }} ] }}"]

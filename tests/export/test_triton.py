@@ -77,8 +77,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         *tensors,
         'backend: "python"',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
-        "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
-        "default_queue_policy { allow_timeout_override: true } }",
+        "dynamic_batching { max_queue_delay_microseconds: 0 }",
         "parameters { key: 'options' value: { string_value: '"
         '{"slo_ms": 40, "policy": "hullfit", "model": null, "learn": true, "memory_budget_mb": 0.0}'
         "' } }",
