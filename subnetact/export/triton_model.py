@@ -32,7 +32,7 @@ PARAMETERS = ("deadline_ms", "min_accuracy", "importance")
 TICK_S = 0.1
 SUFFIXES = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
 """The counters or gauge that a metric becomes; Triton's Python models have no histograms."""
-CODES = {
+CODES: dict[type[Exception], str] = {
     InvalidRequest: "INVALID_ARG",
     RequestError: "UNAVAILABLE",
     CancelledError: "CANCELLED",
