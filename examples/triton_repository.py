@@ -3,15 +3,14 @@
     python examples/triton_repository.py --bundle bundle/ --repository models/ --slo-ms 36
     tritonserver --model-repository=models
 
-A bundle of an own network needs the function that builds it, `--model PKG.MOD:FACTORY`, in Triton's Python as
-well.
+A bundle of an own network needs the function without arguments that builds it, `--model PKG.MOD:FACTORY`,
+which Triton's Python must find, too.
 Clients send `deadline_ms` and `min_accuracy` as request parameters; `examples/triton_client` shows how.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from subnetact.export import to_triton
@@ -28,13 +27,12 @@ def main() -> None:
     parser.add_argument("--name", default="elastic", help="name of the model")
     parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
     parser.add_argument("--model", metavar="PKG.MOD:FACTORY", help="function that builds an own network")
-    parser.add_argument("--constructor", type=json.loads, default={}, metavar="JSON", help="its arguments")
     args = parser.parse_args()
-    own = {"model": args.model, "constructor": args.constructor}
-    source = Source(bundle=args.bundle, **own)
+    source = Source(bundle=args.bundle, model=args.model)
     engine = source.engine()
     table = source.latency_table(engine)  # the bundle's, or a new profile of this machine
-    to_triton(engine, args.repository, "python", name=args.name, table=table, slo_ms=args.slo_ms, **own)
+    own = {"name": args.name, "model": args.model}
+    to_triton(engine, args.repository, "python", table=table, slo_ms=args.slo_ms, **own)
 
 
 if __name__ == "__main__":

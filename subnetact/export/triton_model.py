@@ -2,10 +2,11 @@
 
 `subnetact.export.to_triton` copies this file into the model repository. Triton's Python environment needs
 subnetact, which includes ofa_adapters. A request has one or more samples in INPUT__0 and three optional
-parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the configuration), `min_accuracy` in
+parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the options), `min_accuracy` in
 percent, and `importance`, the priority of `Batcher.submit`; others are refused. Triton's own `timeout` is a
 deadline, too. All requests share one `Batcher`, whichever of Triton's batches they arrived in. A request that
-its client cancelled is withdrawn within about 40 ms. The batcher's metrics are among Triton's.
+its client cancelled is withdrawn within about 100 ms, unless it came through the ensemble, whose steps Triton
+does not cancel. The batcher's metrics are among Triton's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,15 @@ from subnetact.serving import make_policy
 from subnetact.serving.live.prometheus import metrics_of
 
 PARAMETERS = ("deadline_ms", "min_accuracy", "importance")
-TICK_S, TICKS_PER_REPORT = 0.02, 25
-NUMBERS = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
-"""The metrics that a kind of metric becomes: Triton has counters and gauges only."""
+TICK_S = 0.1
+SUFFIXES = {"Counter": ["_total"], "Gauge": [""], "Summary": ["_count", "_sum"]}
+"""The counters or gauge that a metric becomes; Triton's Python models have no histograms."""
+CODES: dict[type[Exception], str] = {
+    InvalidRequest: "INVALID_ARG",
+    RequestError: "UNAVAILABLE",
+    CancelledError: "CANCELLED",
+    Exception: "INTERNAL",
+}
 
 
 class TritonPythonModel:
@@ -37,29 +45,23 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the bundle beside this file and start the batcher."""
-        here, config = Path(__file__).parent, json.loads(args["model_config"])
-        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        gpu = args["model_instance_kind"] == "GPU"
-        self.slo_ms = float(parameters["slo_ms"])
-        model, arguments = parameters["model"], json.loads(parameters["constructor"])
+        here = Path(__file__).parent
+        options = json.loads(json.loads(args["model_config"])["parameters"]["options"]["string_value"])
+        gpu, self.slo_ms = args["model_instance_kind"] == "GPU", options["slo_ms"]
         engine = subnetact.Engine.load(
             here / "bundle",
-            supernet=build_model(model, arguments, bundled=True) if model else None,
+            supernet=build_model(options["model"], None, bundled=True) if options["model"] else None,
             device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
-            memory_budget_mb=float(parameters["memory_budget_mb"]),
+            memory_budget_mb=options["memory_budget_mb"],
         )
         table = subnetact.LatencyTable.load(here / "table.json")
         engine.prepare(table.batch_sizes)
-        learn = parameters["learn"] == "true"
-        policy = make_policy(parameters["policy"], table, self.slo_ms)
+        policy, learn = make_policy(options["policy"], table, self.slo_ms), options["learn"]
         self.batcher = subnetact.Batcher(engine, policy=policy, table=table, slo_ms=self.slo_ms, learn=learn)
-        # Triton sends these first, one request per sample; a refused one would end the server.
-        warm_ups = config.get("model_warmup", [])
-        self.warm_ups = sum(one["batch_size"] * (one.get("count") or 1) for one in warm_ups)
         self.labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
         self.families: dict[str, Any] = {}
         self.metrics: dict[tuple[str, ...], tuple[Any, float]] = {}
-        self.waiting: dict[Reply, list[Future[Any]]] = {}
+        self.waiting: set[Reply] = set()
         self.closed = threading.Event()
         self.attendant = threading.Thread(target=self._attend, name="subnetact-triton", daemon=True)
         self.attendant.start()
@@ -69,70 +71,54 @@ class TritonPythonModel:
         for request in requests:
             reply = Reply(request.get_response_sender())
             try:
-                samples = self.waiting[reply] = self._submit(request)
-                reply.follow(samples)
+                self._submit(request, reply.samples)
+                self.waiting.add(reply)
+                for sample in reply.samples:
+                    sample.add_done_callback(reply.look)
             except Exception as error:
-                reply.send(error=error)
+                reply.refuse(error)
 
-    def _submit(self, request: Any) -> list[Future[Any]]:
+    def _submit(self, request: Any, queued: list[Future[Any]]) -> None:
         asked = json.loads(request.parameters() or "{}")
-        unknown = [name for name in asked if name not in PARAMETERS and not name.startswith("triton_")]
-        if unknown:
-            raise InvalidRequest(
-                f"parameter {unknown[0]!r} is not known; choose from {', '.join(PARAMETERS)}"
-            )
+        for name in asked:
+            if name not in PARAMETERS and not name.startswith("triton_"):
+                raise InvalidRequest(f"parameter {name!r} is not known; choose from {', '.join(PARAMETERS)}")
         samples = torch.from_numpy(pb.get_input_tensor_by_name(request, "INPUT__0").as_numpy().copy())
         if not len(samples):
             raise InvalidRequest("INPUT__0: expected at least one sample")
-        deadline_ms, timeout_ms = asked.get("deadline_ms", self.slo_ms), request.timeout() / 1e3
+        timeout_ms = request.timeout() / 1e3
+        deadline_ms = asked.get("deadline_ms", timeout_ms or self.slo_ms)
         if timeout_ms and isinstance(deadline_ms, int | float):
-            deadline_ms = min(timeout_ms, asked.get("deadline_ms", timeout_ms))
-        if self.warm_ups:
-            self.warm_ups, deadline_ms = self.warm_ups - 1, 1e12
+            deadline_ms = min(deadline_ms, timeout_ms)
         terms = {"min_accuracy": asked.get("min_accuracy"), "priority": asked.get("importance")}
-        queued: list[Future[Any]] = []
-        try:
-            for sample in samples:
-                queued.append(self.batcher.submit(sample, deadline_ms, **terms))
-        except Exception:
-            for earlier in queued:
-                earlier.cancel()
-            raise
-        return queued
+        for sample in samples:
+            queued.append(self.batcher.submit(sample, deadline_ms, **terms))
 
     def _attend(self) -> None:
         """Withdraw what clients cancelled, and report the batcher's metrics to Triton."""
-        tick, reporting = 0, True
         while not self.closed.wait(TICK_S):
-            for reply, samples in list(self.waiting.items()):
+            for reply in list(self.waiting):
+                if reply.cancelled():
+                    reply.refuse(CancelledError("the client gave up"))
                 if reply.sent:
-                    del self.waiting[reply]
-                elif reply.ticks and reply.cancelled():  # Asking takes time, and most are answered by then.
-                    for sample in samples:
-                        sample.cancel()
-                reply.ticks += 1
-            tick += 1
-            if reporting and tick % TICKS_PER_REPORT == 0:
-                try:
-                    self._report()
-                except pb.TritonModelException as error:
-                    reporting = False  # The server was started without metrics.
-                    pb.Logger.log_warn(f"the batcher's metrics are not reported: {error}")
+                    self.waiting.discard(reply)
+            with suppress(pb.TritonModelException):  # The server may have been started without metrics.
+                self._report()
 
     def _report(self) -> None:
         for kind, metric, text, labels, samples in metrics_of(self.batcher, self.batcher.stats()):
-            for values, *numbers in samples if kind in NUMBERS else ():
-                names = dict(zip(labels, map(str, values), strict=True))
-                for suffix, number in zip(NUMBERS[kind], numbers, strict=True):
-                    self._set(f"subnetact_{metric}{suffix}", text, names, float(number), kind == "Gauge")
+            for values, *numbers in samples:
+                named = self.labels | dict(zip(labels, map(str, values), strict=True))
+                for suffix, number in zip(SUFFIXES.get(kind, ()), numbers, strict=False):
+                    self._set(kind == "Gauge", f"subnetact_{metric}{suffix}", text, named, float(number))
 
-    def _set(self, name: str, text: str, labels: dict[str, str], number: float, gauge: bool) -> None:
-        key = (name, *labels.values())
+    def _set(self, gauge: bool, name: str, text: str, named: dict[str, str], number: float) -> None:
+        key = (name, *named.values())
         if key not in self.metrics:
             if name not in self.families:
                 kind = pb.MetricFamily.GAUGE if gauge else pb.MetricFamily.COUNTER
                 self.families[name] = pb.MetricFamily(name=name, description=text, kind=kind)
-            self.metrics[key] = self.families[name].Metric(labels=self.labels | labels), 0.0
+            self.metrics[key] = self.families[name].Metric(labels=named), 0.0
         metric, former = self.metrics[key]
         if number != former:
             (metric.set if gauge else metric.increment)(number if gauge else number - former)
@@ -149,7 +135,8 @@ class Reply:
     """The answer to one request, which is sent once."""
 
     def __init__(self, sender: Any) -> None:
-        self.sent, self.ticks = False, 0
+        self.samples: list[Future[Any]] = []
+        self.sent = False
         self._sender, self._lock = sender, threading.Lock()
 
     def cancelled(self) -> bool:
@@ -157,40 +144,30 @@ class Reply:
         with self._lock:
             return not self.sent and bool(self._sender.is_cancelled())
 
-    def follow(self, samples: list[Future[Any]]) -> None:
-        """Answer when all samples are."""
-        others = iter(samples)
+    def look(self, _: Any) -> None:
+        """Answer if all samples are."""
+        if not all(sample.done() for sample in self.samples):
+            return
+        try:
+            answers = [sample.result() for sample in self.samples]
+            outputs = [
+                pb.Tensor("OUTPUT__0", torch.stack([answer.output for answer in answers]).numpy()),
+                pb.Tensor("SUBNET", np.array([[answer.subnet] for answer in answers], dtype=np.int32)),
+                pb.Tensor("MET", np.array([[answer.met] for answer in answers], dtype=np.bool_)),
+            ]
+            self._send(pb.InferenceResponse(outputs))
+        except Exception as error:
+            self.refuse(error)
 
-        def look(_: Any = None) -> None:
-            for sample in others:
-                if not sample.done():
-                    sample.add_done_callback(look)  # It goes on behind this sample.
-                    return
-            try:
-                answers = [sample.result() for sample in samples]
-                outputs = [
-                    pb.Tensor("OUTPUT__0", torch.stack([a.output for a in answers]).numpy()),
-                    pb.Tensor("SUBNET", np.array([[a.subnet] for a in answers], dtype=np.int32)),
-                    pb.Tensor("MET", np.array([[a.met] for a in answers], dtype=np.bool_)),
-                ]
-            except (Exception, CancelledError) as error:
-                self.send(error=error)
-            else:
-                self.send(outputs)
+    def refuse(self, error: Exception) -> None:
+        """Answer with the error, by its kind, and withdraw the samples that wait."""
+        code = getattr(pb.TritonError, next(CODES[kind] for kind in CODES if isinstance(error, kind)))
+        self._send(pb.InferenceResponse(error=pb.TritonError(f"{type(error).__name__}: {error}", code)))
+        for sample in self.samples:
+            sample.cancel()
 
-        look()
-
-    def send(self, outputs: list[Any] | None = None, error: Exception | None = None) -> None:
-        """Send the outputs, or the error by its kind."""
-        if error is None:
-            response = pb.InferenceResponse(outputs)
-        else:
-            code = pb.TritonError.UNAVAILABLE if isinstance(error, RequestError) else pb.TritonError.INTERNAL
-            if isinstance(error, InvalidRequest):
-                code = pb.TritonError.INVALID_ARG
-            if isinstance(error, CancelledError):
-                code = pb.TritonError.CANCELLED
-            response = pb.InferenceResponse(error=pb.TritonError(f"{type(error).__name__}: {error}", code))
+    def _send(self, response: Any) -> None:
         with self._lock:
-            self.sent = True
-            self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            if not self.sent:
+                self.sent = True
+                self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -59,36 +59,28 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         "digits_batcher/1/bundle/elastic.json",
     }
     tensors = [
-        'input [ { name: "INPUT__0" data_type: TYPE_FP32 dims: [ 1, 16, 16 ] } ]',
-        'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] } ]',
+        'input [ { name: "INPUT__0" data_type: TYPE_FP32 dims: [1, 16, 16] } ]',
+        'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [10] } ]',
         'output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]',
         'output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]',
     ]
-    ensemble = (folder / "config.pbtxt").read_text().splitlines()
-    assert ensemble[:-1] == ['name: "digits"', "max_batch_size: 4", *tensors, 'platform: "ensemble"']
-    assert ensemble[-1].startswith(
-        'ensemble_scheduling { step [ { model_name: "digits_batcher" model_version: -1'
-    )
-    warm_up = (
-        'model_warmup [ { name: "batch %d" batch_size: %d count: 3 inputs { key: "INPUT__0" '
-        "value: { data_type: TYPE_FP32 dims: [1, 16, 16] zero_data: true } } } ]"
-    )
+    assert (folder / "config.pbtxt").read_text().splitlines() == [
+        "max_batch_size: 4",
+        *tensors,
+        'platform: "ensemble"',
+        "ensemble_scheduling { step [ { model_name: 'digits_batcher' model_version: -1 input_map { key: "
+        "'INPUT__0' value: 'INPUT__0' } output_map { key: 'OUTPUT__0' value: 'OUTPUT__0' } output_map { key: "
+        "'SUBNET' value: 'SUBNET' } output_map { key: 'MET' value: 'MET' } } ] }",
+    ]
     assert (tmp_path / "digits_batcher" / "config.pbtxt").read_text().splitlines() == [
-        'name: "digits_batcher"',
         "max_batch_size: 4",
         *tensors,
         'backend: "python"',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
-        "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
-        "default_queue_policy { timeout_action: REJECT allow_timeout_override: true } }",
-        warm_up % (1, 1),
-        warm_up % (4, 4),
-        'parameters { key: "slo_ms" value: { string_value: "40" } }',
-        'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
-        'parameters { key: "policy" value: { string_value: "hullfit" } }',
-        'parameters { key: "learn" value: { string_value: "true" } }',
-        'parameters { key: "model" value: { string_value: "" } }',
-        'parameters { key: "constructor" value: { string_value: "{}" } }',
+        "dynamic_batching { max_queue_delay_microseconds: 0 }",
+        "parameters { key: 'options' value: { string_value: '"
+        '{"slo_ms": 40, "policy": "hullfit", "model": null, "learn": true, "memory_budget_mb": 0.0}'
+        "' } }",
     ]
 
 
@@ -126,8 +118,6 @@ def test_every_subnet_is_warmed_up(
         assert torch.jit.load(folder / "1" / "model.pt")(x, code.bool()).shape == (count, 10)
         seen.add((count, code.shape[1] - 1))
     assert seen == {(count, subnet) for count in (1, 4) for subnet in engine.ids}
-    whole = to_triton(engine, tmp_path / "whole", external_scheduler=True)
-    assert "model_warmup" not in (whole / "config.pbtxt").read_text()
 
 
 def test_other_models_are_left_alone(
@@ -149,16 +139,14 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
     for arguments, message in (
         ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
         ({"flavour": "python"}, "give table=profile_latency"),
-        ({"flavour": "python", "table": table, "external_scheduler": True}, "schedules itself"),
-        ({"flavour": "python", "table": table, "queue_delay_us": 5}, "queues and schedules itself"),
+        ({"flavour": "python", "table": table, "slo_ms": 9.0, "queue_delay_us": 5}, "queue_delay_us to"),
         ({"name": "a/b"}, "is not a model name"),
         ({"name": ".."}, "is not a model name"),
         ({"name": 'a"b'}, "is not a model name"),
-        ({"slo_ms": 0.0}, "slo_ms"),
         ({"flavour": "python", "table": table}, "slo_ms is the time in ms"),
         ({"table": table}, "the client chooses"),
         ({"slo_ms": 5.0}, "the client chooses"),
-        ({"model": "torch.nn:ReLU"}, "the file holds the network"),
+        ({"model": "torch.nn:ReLU"}, "does not belong to 'libtorch'"),
         ({"max_batch_size": 0}, "max_batch_size: 0 must be a whole number of at least 1"),
         ({"max_batch_size": 2.5}, "must be a whole number"),
         ({"queue_delay_us": -1}, "queue_delay_us: -1 must be a whole number of at least 0"),
@@ -166,8 +154,12 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
     ):
         with pytest.raises(ExportError, match=message):
             to_triton(engine, tmp_path, **arguments)
-    with pytest.raises(PolicyError, match="'nearest' is not known; choose from"):
-        to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS, policy="nearest")
+    for values, message in (
+        ({"slo_ms": SLO_MS, "policy": "nearest"}, "'nearest' is not known; choose from"),
+        ({"slo_ms": -1.0}, "slo_ms: -1"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            to_triton(engine, tmp_path, "python", table=table, **values)
     other = subnetact.LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
     with pytest.raises(ProfileMismatch):
         to_triton(engine, tmp_path, "python", table=other, slo_ms=SLO_MS)
@@ -177,7 +169,7 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
 class Own(nn.Module):
     """A network of the user's own."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.inner, self.head = nn.Linear(3, width), nn.Linear(width, 2)
 
@@ -194,15 +186,15 @@ def test_own_networks_are_rebuilt_by_the_function_that_is_named(
     arguments: dict[str, Any] = {"table": table, "slo_ms": SLO_MS}
     with pytest.raises(ExportError, match=r"an own network has none; give model='PKG\.MOD:FACTORY'"):
         to_triton(engine, tmp_path, "python", **arguments)
-    for name, constructor, error in (
-        ("torch.nn:Absent", {}, "cannot be imported"),
-        (f"{__name__}:Own", {}, "raised TypeError"),
-        (f"{__name__}:Own", {"width": 4}, "."),
+    for name, error in (
+        ("torch.nn:Absent", "cannot be imported"),
+        ("torch.nn:Linear", "raised TypeError"),
+        ("torch.nn:ReLU", "."),
     ):
         with pytest.raises(SubnetActError, match=error):
-            to_triton(engine, tmp_path, "python", model=name, constructor=constructor, **arguments)
+            to_triton(engine, tmp_path, "python", model=name, **arguments)
     assert not list(tmp_path.iterdir())
-    to_triton(engine, tmp_path, "python", model=f"{__name__}:Own", constructor={"width": 8}, **arguments)
+    to_triton(engine, tmp_path, "python", model=f"{__name__}:Own", **arguments)
     model, x = started(tmp_path / "subnetact_batcher"), torch.randn(2, 3)
     model.execute([request := Sent(x.numpy())])
     want = own.extract(own.space.largest())(x)
@@ -231,7 +223,7 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     own = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(1, 3))
     folder = to_triton(own, tmp_path)
     assert "OUTPUT__0" in (config := (folder / "config.pbtxt").read_text())
-    assert "data_type: TYPE_FP32 dims: [ -1 ] } ]" in config
+    assert "data_type: TYPE_FP32 dims: [-1] } ]" in config
     scripted = torch.jit.load(folder / "1" / "model.pt")
     x = torch.randn(2, 3)
     assert scripted(x, torch.zeros(2, 1, dtype=torch.bool)).shape == (2, 2)
@@ -313,8 +305,9 @@ class Metrics:
         self.name, self.kind = name, kind
 
     def Metric(self, labels: dict[str, str]) -> Any:  # noqa: N802
-        assert (labels.pop("model"), labels.pop("instance")) == ("some", "some_0")
-        key = (self.name, *labels.values())
+        model, instance, *others = labels.values()
+        assert (model, instance) == ("some", "some_0")
+        key = (self.name, *others)
 
         def add(number: float) -> None:
             assert number > 0
@@ -337,17 +330,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(Metrics, "values", {})
     models = []
 
-    def start(folder: Path, warm_ups: Sequence[Any] = (), **values: str) -> Any:
+    def start(folder: Path, **values: Any) -> Any:
         spec = importlib.util.spec_from_file_location("model", folder / "1" / "model.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        pattern = r'parameters \{ key: "(\w+)" value: \{ string_value: (".*") \} \}'
-        written = re.findall(pattern, (folder / "config.pbtxt").read_text())
-        strings = {key: {"string_value": json.loads(text)} for key, text in written}
-        strings |= {key: {"string_value": text} for key, text in values.items()}
-        config = json.dumps({"parameters": strings, "model_warmup": warm_ups})
+        pattern = r"parameters \{ key: 'options' value: \{ string_value: '(.*)' \} \}"
+        (text,) = re.findall(pattern, (folder / "config.pbtxt").read_text())
+        options = {"string_value": json.dumps(json.loads(text) | values)}
+        config = json.dumps({"parameters": {"options": options}})
         names = {"model_name": "some", "model_instance_name": "some_0", "model_instance_kind": "CPU"}
         models.append(module.TritonPythonModel())
         models[-1].initialize({"model_config": config, **names})
@@ -364,25 +356,14 @@ def model(
 ) -> Any:
     to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
     # The latencies of the table are made up, and a policy that counts arrivals would save time for more.
-    return started(tmp_path / "subnetact_batcher", policy="slackfit", learn="false")
-
-
-def test_warm_ups_are_never_refused(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, started: Callable[..., Any]
-) -> None:
-    to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
-    warm_ups = [{"batch_size": 1, "count": 2}, {"batch_size": 2}]
-    model = started(tmp_path / "subnetact_batcher", warm_ups, policy="slackfit", learn="false")
-    requests = [Sent(IMAGES[:1].numpy(), timeout_us=1) for _ in range(5)]
-    for request in requests:
-        model.execute([request])
-    assert all(request.answer()["MET"].all() for request in requests[:4])
-    assert requests[4].error().message.startswith("DeadlinePassed: ")
+    return started(tmp_path / "subnetact_batcher", policy="slackfit", learn=False)
 
 
 def test_what_a_client_cancelled_is_withdrawn_and_metrics_are_the_batchers(model: Any) -> None:
     rows: list[Future[Any]] = [Future(), Future()]
-    real, model.batcher = model.batcher, SimpleNamespace(submit=lambda *_, **__: rows.pop())
+    real = model.batcher
+    facts = {"stats": real.stats, "accuracy": real.accuracy}
+    model.batcher = SimpleNamespace(submit=lambda *_, **__: rows.pop(), **facts)
     withdrawn, request = list(rows), Sent(IMAGES[:2].numpy())
     model.execute([request])
     model.batcher, request.gone = real, True
@@ -461,7 +442,8 @@ def test_a_refused_row_takes_its_request_with_it(model: Any) -> None:
         rows.append(Future())
         return rows[-1]
 
-    real, model.batcher = model.batcher, SimpleNamespace(submit=submit)
+    real = model.batcher
+    model.batcher = SimpleNamespace(submit=submit, stats=real.stats, accuracy=real.accuracy)
     request = Sent(IMAGES[:3].numpy())
     model.execute([request])
     model.batcher = real

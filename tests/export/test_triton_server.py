@@ -54,13 +54,14 @@ def engine() -> subnetact.Engine:
 
 
 class Own(nn.Module):
-    """A network of the user's own."""
+    """A network of the user's own, which takes its time."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.inner, self.head = nn.Linear(3, width), nn.Linear(width, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
         return self.head(self.inner(x).relu())
 
 
@@ -100,7 +101,7 @@ class Server:
                     f"--metrics-port={self.ports['metrics']}",
                     "--model-control-mode=explicit",
                     "--disable-auto-complete-config",
-                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines", "example", "own")),
+                    *(f"--load-model={name}" for name in ("coded", "deadlines", "example", "own")),
                 ],
                 stdout=log,
                 stderr=log,
@@ -168,7 +169,6 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[50.0, 51.0], [60.0, 61.0], [9_000.0, 9_500.0]]
     )
     to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)
-    to_triton(engine, repository, name="whole", external_scheduler=True)
     # Requests that are sent one after another get the best subnet that their deadlines permit from SlackFit;
     # HullFit would count how many arrive, and save time for more at the made-up latencies.
     to_triton(engine, repository, "python", name="deadlines", table=table, slo_ms=20_000, policy="slackfit")
@@ -182,25 +182,25 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     own = subnetact.insert_(Own(8).eval(), example=torch.zeros(2, 3))
     small = subnetact.Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
     times = subnetact.LatencyTable(small.keys, [50.0], [1, 4], [[1.0, 2.0]])
-    kind = {"model": "own_network:Own", "constructor": {"width": 8}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "own_network", sys.modules[__name__])
-        to_triton(small, repository, "python", name="own", table=times, slo_ms=20_000, **kind)
+        to_triton(
+            small, repository, "python", name="own", table=times, slo_ms=20_000, model="own_network:Own"
+        )
     # Triton's Python ignores PYTHONPATH, and finds what lies beside model.py.
     for version in repository.glob("*_batcher/1"):
         for package in ("subnetact", "ofa_adapters"):
             (version / package).symlink_to(root / package)
     (repository / "own_batcher" / "1" / "own_network.py").write_text(
-        "import torch\nfrom torch import nn\n\n\n" + inspect.getsource(Own)
+        "import time\n\nimport torch\nfrom torch import nn\n\n\n" + inspect.getsource(Own)
     )
     config = repository / "deadlines_batcher" / "config.pbtxt"
     text = config.read_text()
-    assert '"learn" value: { string_value: "true" }' in text
-    config.write_text(text.replace('"true"', '"false"', 1))  # the made-up latencies of the table must decide
+    assert '"learn": true' in text
+    config.write_text(text.replace('"learn": true', '"learn": false'))  # the made-up latencies must decide
     shutil.copytree(repository / "coded", repository / "broken")
     config = repository / "broken" / "config.pbtxt"
-    text = config.read_text().replace('"coded"', '"broken"')
-    config.write_text(text.replace("TYPE_BOOL dims: [ -1 ]", "TYPE_BOOL dims: [ -2 ]"))
+    config.write_text(config.read_text().replace("TYPE_BOOL dims: [ -1 ]", "TYPE_BOOL dims: [ -2 ]"))
     running = Server(repository, tmp_path_factory.mktemp("server"))
     try:
         running.wait()
@@ -234,7 +234,6 @@ def close(answer: Answer, want: torch.Tensor) -> bool:
 
 def test_the_server_accepts_the_configs_and_would_refuse_others(server: Server) -> None:
     assert server.get("models/coded/config")["max_batch_size"] == 8
-    assert server.get("models/whole/config")["max_batch_size"] == 0
     assert server.get("models/deadlines/config")["platform"] == "ensemble"
     assert server.get("models/deadlines_batcher/config")["backend"] == "python"
     with pytest.raises(urllib.error.HTTPError):
@@ -277,16 +276,12 @@ def test_unknown_ids_and_wrong_ranks_harm_nobody(
         assert close(answer, engine(x[None], subnet=1))
 
 
-def test_whole_batches_of_an_external_scheduler(server: Server, engine: subnetact.Engine) -> None:
-    requests = []
-    for i in range(6):
-        inputs = {
-            "INPUT__0": (IMAGES[i : i + 4].numpy(), "FP32"),
-            "INPUT__1": (np.array([i % 3], dtype=np.int64), "INT64"),
-        }
-        requests.append({"model": "whole", "inputs": inputs, "outputs": ["OUTPUT__0"], "parameters": {}})
+def test_whole_batches_of_another_scheduler(
+    server: Server, engine: subnetact.Engine, coded: Callable[..., Request]
+) -> None:
+    requests = [coded(IMAGES[i : i + 8], i % 3) for i in range(6)]
     for i, answer in enumerate(server.ask(requests, "http")):
-        assert close(answer, engine(IMAGES[i : i + 4], subnet=i % 3))
+        assert close(answer, engine(IMAGES[i : i + 8], subnet=i % 3))
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -324,7 +319,6 @@ def test_bad_requests_harm_no_batch_mates(server: Server, engine: subnetact.Engi
 
 
 def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Server) -> None:
-    time.sleep(1.5)  # The warm-ups are reported, too, half a second later.
     before = server.metrics("deadlines"), server.metrics("deadlines_batcher")
     requests = [
         deadlines(IMAGES[:3]),
@@ -343,7 +337,7 @@ def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Serv
     assert answers[10]["SUBNET"].tolist() == answers[11]["SUBNET"].tolist() == [[1]]
     assert all("DeadlinePassed" in str(answers[i]["error"]) for i in (2, 3, 8, 9))
     assert "'min_acuracy' is not known" in str(answers[4]["error"])
-    time.sleep(1.5)  # Metrics are reported every half second.
+    time.sleep(0.5)  # Metrics are reported every 100 ms.
     after = server.metrics("deadlines"), server.metrics("deadlines_batcher")
 
     def grown(which: int, name: str) -> float:
@@ -360,13 +354,25 @@ def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Serv
 
 
 def test_cancelled_requests_are_not_computed(server: Server) -> None:
-    name = "subnetact_requests_total cancelled"
-    before = server.metrics("deadlines_batcher")
-    requests = [{**deadlines(IMAGES[:4]), "client_timeout": 0.002} for _ in range(36)]
-    assert all("Deadline Exceeded" in str(answer["error"]) for answer in server.ask(requests, "grpc"))
+    def counts() -> dict[str, float]:
+        seen = server.metrics("own_batcher")
+        names = [
+            *(f"subnetact_requests_total {x}" for x in ("met", "late", "cancelled")),
+            "subnetact_served_total 0",
+        ]
+        return {name.split()[1]: seen.get(name, 0.0) for name in names}
+
+    # A batch of four takes half a second, so most of these wait when their clients give up. Triton tells
+    # no step of an ensemble that its request is cancelled; this is the step itself.
+    gone = {**deadlines(torch.randn(4, 3)), "model": "own_batcher", "client_timeout": 0.1}
+    before = counts()
+    answers = server.ask([{**gone, "inputs": dict(gone["inputs"])} for _ in range(6)], "grpc")
+    assert all("Deadline Exceeded" in str(answer["error"]) for answer in answers)
     time.sleep(1.5)
-    after = server.metrics("deadlines_batcher")
-    assert after[name] > before.get(name, 0.0)
+    grown = {name: number - before[name] for name, number in counts().items()}
+    assert grown["met"] == grown["late"] == 0
+    assert 0 < grown["cancelled"] <= 24
+    assert grown["0"] <= 4
 
 
 def test_an_own_class_is_built_on_the_server(server: Server) -> None:
