@@ -75,7 +75,7 @@ def to_onnx(
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     here = machine(engine.device)
-    facts, axes, programs = subnet_programs(engine, subnets, "onnx", device="cpu", machine=here)
+    facts, axes, programs, _ = subnet_programs(engine, subnets, "onnx", device="cpu", machine=here)
     with export_format().writing(directory, facts) as folder:
         for i, subnet in enumerate(bar(programs, progress)):
             program = subnet.traced(axes)

@@ -59,7 +59,7 @@ def to_exported_programs(
         >>> exported = load_exported("programs", trusted=True)
         >>> logits = exported(images, subnet=0)
     """
-    facts, axes, programs = subnet_programs(engine, subnets, "torch.export")
+    facts, axes, programs, _ = subnet_programs(engine, subnets, "torch.export")
     weights: list[dict[str, Tensor]] = []
     with export_format().writing(directory, facts) as folder:
         for i, subnet in enumerate(bar(programs, progress)):

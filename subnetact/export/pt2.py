@@ -105,7 +105,7 @@ def to_pt2(
         raise ExportError(
             "a .pt2 needs a C++ compiler: apt-get install g++, or use to_exported_programs"
         ) from error
-    facts, axes, programs = subnet_programs(engine, specs, "aotinductor", capability=here)
+    facts, axes, programs, _ = subnet_programs(engine, specs, "aotinductor", capability=here)
     sizes = sorted(set(frozen_batches))
     frozen = _frozen(engine, specs, programs, frozen_mb / max(len(sizes), 1))
     facts["frozen"] = {str(i): sizes for i in frozen}

@@ -127,8 +127,10 @@ class ScriptedSubnets(nn.Module):
     @torch.jit.export
     def select(self, subnet: Tensor, batch: int) -> list[int]:
         """Return the integers of the subnet that a tensor names, for a batch of this size."""
+        if subnet.dtype == torch.bool and subnet.dim() == 2 and subnet.size(0) == batch:
+            return self.rows[self.known(subnet.size(1) - 1)]
         if subnet.dtype != torch.int64:
-            raise ValueError("subnet must be an int64 tensor")
+            raise ValueError("subnet must be an int64 tensor, or bool of shape [batch, number + 1]")
         alone = subnet.dim() == 1 and subnet.size(0) == 1
         if not alone and not (subnet.dim() == 2 and subnet.size(0) == batch and subnet.size(1) == 1):
             shapes = "; give [1], or [" + str(batch) + ", 1], one per sample"

@@ -26,6 +26,7 @@ from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
+from subnetact.supernet.supernet import Supernet
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class SubnetProgram:
 
 def subnet_programs(
     engine: Engine, subnets: Sequence[SubnetSpec] | None, program: str, **facts: Any
-) -> tuple[dict[str, Any], InputAxes, list[SubnetProgram]]:
-    """Return the facts of an export, the axes of its inputs, and its subnets."""
+) -> tuple[dict[str, Any], InputAxes, list[SubnetProgram], Supernet]:
+    """Return the facts of an export, the axes of its inputs, its subnets, and the supernet of their views."""
     specs, axes = chosen_specs(engine, subnets), InputAxes(engine.samples)
     *smaller, x = (batch_like(sample, 3, engine.device) for sample in engine.samples)
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
@@ -103,7 +104,7 @@ def subnet_programs(
     ]
     facts = {"program": program, "device": engine.device.type, **facts, "inputs": axes.described()}
     facts |= {"space": supernet.space.id, "fingerprint": supernet.fingerprint()}
-    return described(engine, specs, facts), axes, programs
+    return described(engine, specs, facts), axes, programs, supernet
 
 
 def bar(programs: list[SubnetProgram], progress: bool) -> Iterable[SubnetProgram]:

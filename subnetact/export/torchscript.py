@@ -11,24 +11,19 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from subnetact import __version__
 from subnetact.device import machine
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like
-from subnetact.errors import ExportError, ProfileMismatch
+from subnetact.errors import ExportError
 from subnetact.export.elastic_graph import record_network
-from subnetact.export.input_axes import InputAxes
 from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
-from subnetact.export.subnet_program import SubnetProgram, chosen_specs, quiet
+from subnetact.export.subnet_program import bar, chosen_specs, quiet, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import StrPath
 from subnetact.latency.origin import require_measured_on, require_program
@@ -61,7 +56,8 @@ def to_torchscript(
     module has these methods:
 
     * `forward(*inputs, subnet)` runs a batch. `subnet` is int64, of shape (1,) or of shape (B, 1) with equal
-      numbers.
+      numbers. Or its shape tells the number: bool of shape (B, number + 1), for batchers that, as
+      Triton's, join inputs of equal shapes.
     * `num_subnets()` and `describe(i)` name the subnets.
     * `choose(slack_ms, queued, min_accuracy=0.0, slo_ms=0.0)` returns the subnet and the batch size that
       `SlackFit(table, slo_ms)` chooses for a request that needs this accuracy in percent; `slo_ms` of 0 is
@@ -129,45 +125,37 @@ def to_torchscript(
             f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
             "or to_onnx"
         )
-    supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
-    keys = [spec.key for spec in specs]
-    known = dict(zip(engine.specs, engine.accuracy, strict=True))
-    accuracy = [math.nan if (percent := known.get(spec)) is None else percent for spec in specs]
     if (table, batch_sizes).count(None) < (2 if slo_ms is None else 1):
         raise ExportError(
             "table, slo_ms, batch_sizes: `choose` compares latencies with the time in ms that a request "
             "usually has; give slo_ms=, and batch_sizes= to measure the file, or table= if that was done"
         )
+    here = machine(engine.device)
+    facts, axes, programs, supernet = subnet_programs(engine, specs, ScriptedProgram.program, **here)
+    keys, accuracy = [spec.key for spec in specs], facts["accuracy"]
     if table is not None:
-        table = _checked(table, keys, supernet.fingerprint())
-    elif slo_ms is not None and (
-        unknown := [key for key, percent in zip(keys, accuracy, strict=True) if math.isnan(percent)]
-    ):
+        require_measured_on(table, keys, facts["fingerprint"])
+        require_program(table, ScriptedProgram.program, "leave table= out, and the file is measured")
+    elif slo_ms is not None and None in accuracy:
         raise ExportError(
-            f"slo_ms: `choose` compares accuracies, and that of {unknown[0]!r} is not known; give them to "
-            "the engine, Engine(..., accuracy=[...])"
+            f"slo_ms: `choose` compares accuracies, and that of {keys[accuracy.index(None)]!r} is not known; "
+            "give them to the engine, Engine(..., accuracy=[...])"
         )
-    if not engine.config.allow_uncalibrated:
-        supernet.require_calibrated(specs)
     x = map_tensors(lambda part: part[None].to(engine.device), engine.sample)
-    varied = [batch_like(sample, 2, engine.device) for sample in engine.samples]
     inputs = _inputs(supernet.network, x)
-    views = [supernet.private_view(spec)[0] for spec in specs]
     rows, means, variances = _rows(supernet, specs)
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
-    axes = InputAxes(engine.samples)
-    facts = {"program": ScriptedProgram.program, "fingerprint": supernet.fingerprint()}
-    facts |= {"space": supernet.space.id, "subnetact": __version__, **machine(engine.device)}
-    description = {"rows": rows, "keys": keys, "accuracy": accuracy}
-    description |= {"inputs": axes.described(inputs), "limits": axes.limits(), "facts": _texts(facts)}
+    description = {"rows": rows, "keys": keys, "inputs": axes.described(inputs), "limits": axes.limits()}
+    description["accuracy"] = [math.nan if percent is None else percent for percent in accuracy]
+    description["facts"] = _texts(facts)
     with quiet():
         network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
         scripted: Any = torch.jit.script(ScriptedSubnets(network, means, variances, description).eval())
         scripted.define(_forward(inputs))
-    for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
-        batches = [x, *(batch for batch in varied if failure(view, batch) is None)]
-        subnet = SubnetProgram(f"{i} ({specs[i]})", view, x)
-        subnet.require_equal(partial(_call, scripted, torch.tensor([i])), "TorchScript", batches=batches)
+    for i, subnet in enumerate(bar(programs, progress)):
+        batches = [one for one in (subnet.x, *subnet.smaller) if failure(subnet.view, one) is None]
+        run = partial(_call, scripted, torch.tensor([i]))
+        subnet.require_equal(run, "TorchScript", batches=[x, *batches])
     if slo_ms is not None:
         table = table or profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
         decide_by(scripted, table, slo_ms)
@@ -177,18 +165,9 @@ def to_torchscript(
     return scripted  # type: ignore[no-any-return]
 
 
-def _checked(table: LatencyTable, keys: list[str], fingerprint: str) -> LatencyTable:
-    """Return the rows of a table for these subnets, if a TorchScript file of these weights has them."""
-    missing = [key for key in keys if key not in table.subnets]
-    if missing:
-        raise ProfileMismatch(f"table: lacks {len(missing)} of the subnets, {missing[0]} first; profile them")
-    require_measured_on(table, None, fingerprint)
-    require_program(table, ScriptedProgram.program, "leave table= out, and the file is measured")
-    return table.select([table.subnets.index(key) for key in keys])
-
-
 def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(fact) for name, fact in facts.items()}
+    """Return the facts that one word tells, as texts."""
+    return {name: str(fact) for name, fact in facts.items() if isinstance(fact, str | int | float)}
 
 
 def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.elastic.folder import INDEX
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import DATATYPES, batch_like
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import chosen_specs, quiet, writing_folder
+from subnetact.export.subnet_program import chosen_specs, writing_folder
 from subnetact.export.torchscript import to_torchscript
 from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
@@ -124,9 +124,7 @@ def to_triton(
     with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.
         if libtorch:
-            with quiet():
-                coded = ShapeCoded(to_torchscript(engine, folder / "1" / "model.pt")).eval()
-                torch.jit.save(torch.jit.script(coded), folder / "1" / "model.pt")
+            to_torchscript(engine, folder / "1" / "model.pt")
             config += ['input [ { name: "INPUT__1" data_type: TYPE_BOOL dims: [ -1 ] } ]']
             config += ['platform: "pytorch_libtorch"', *work]
             config += [_warm_up(x, i, count) for i in range(len(chosen)) for count in sorted({1, size})]
@@ -191,18 +189,3 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable | None, opt
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
     options |= {"learn": True, "memory_budget_mb": engine.stats().budget / 2**20}
     return f"parameters {{ key: 'options' value: {{ string_value: '{json.dumps(options)}' }} }}"
-
-
-class ShapeCoded(nn.Module):
-    """The module that `to_torchscript` wrote, with the subnet named by the width of its second input."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, code: Tensor) -> Tensor:
-        """Run a batch x (B, ...); `code` is of shape (B, id + 1), and its values do not matter."""
-        if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
-            raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
-        output: Tensor = self.inner(x, torch.full([1], code.size(1) - 1, dtype=torch.int64))
-        return output
