@@ -1,11 +1,14 @@
-"""Measures .pt2 files on OFA-ResNet50: size, memory and latency in C++, against the Engine and onnxruntime.
+"""Measures subnets of OFA-ResNet50 without Python: one .pt2 with shared weights, and ONNX files beside it.
 
     python benchmarks/pt2.py [--subnets 2 6 9] [--size 96] [--rounds 7] [--out benchmarks/results/pt2.json]
 
-Weights are random. The C++ program is `examples/cpp/run_pt2.cpp`, built here; it needs g++, cmake and ninja.
-Memory is resident memory of its process: after the file was loaded and every subnet has run, less what it was
-before. Latencies are of the largest subnet on one thread. Every round runs each runtime in turns; the figure
-is the median of the rounds' medians. Compiling takes about 20 seconds for each subnet.
+Weights are random. The C++ programs are `examples/cpp/run_pt2.cpp` and `run_onnx.cpp`, built here; they
+need g++, cmake and ninja, and the second one `pip install openvino`. Memory is resident memory of the
+process: after the file was loaded and every subnet has run, less what it was before. Latencies are those of
+the largest and the smallest subnet on one thread. Every round runs each runtime in turns; the figure is the
+median of the rounds' medians, and the ratio the median of the rounds' ratios to the fused Engine in Python.
+Frozen packages of AOTInductor, one for each batch size, are there as a trial: ONNX files reach their speed
+with one file for all batch sizes. Compiling takes about 20 seconds for each subnet.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
@@ -38,20 +44,25 @@ REPEATS = 9
 
 
 def built(folder: Path) -> Path:
-    """Build the C++ program."""
-    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    """Build the C++ programs, and return their folder."""
+    places = [torch.utils.cmake_prefix_path]
+    if openvino := find_spec("openvino"):
+        places.append(str(Path(str(openvino.origin)).parent / "cmake"))
+    prefix = f"-DCMAKE_PREFIX_PATH={';'.join(places)}"
     subprocess.run(["cmake", "-G", "Ninja", "-S", SOURCE, "-B", folder, prefix], check=True)
-    subprocess.run(["cmake", "--build", folder, "--target", "run_pt2"], check=True)
-    return folder / "run_pt2"
+    subprocess.run(["cmake", "--build", folder], check=True)
+    return folder
 
 
-def in_cpp(program: Path, path: Path, engine: subnetact.Engine, batches: list[Tensor], repeats: int) -> str:
-    """Run the C++ program, which compares every output with the Engine's, and return what it prints."""
+def in_cpp(
+    program: Path, path: Path, engine: subnetact.Engine, batches: list[Tensor], *arguments: str
+) -> str:
+    """Run a C++ program, which compares every output with the Engine's, and return what it prints."""
     cases = path.with_suffix(".cases")
     outputs = [[engine(x, i) for x in batches] for i in engine.ids]
     torch.save({"inputs": [[x] for x in batches], "outputs": outputs, "refused": []}, cases)
-    command = [str(program), str(path), str(cases), "1", str(repeats)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [str(program), str(path), str(cases), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
 
@@ -60,7 +71,7 @@ def file_sizes(path: Path) -> dict[str, float]:
     with ZipFile(path) as file:
         parts = {
             part: sum(entry.file_size for entry in file.infolist() if f"/data/{part}/" in entry.filename)
-            for part in ("weights", "aotinductor", "frozen")
+            for part in ("weights", "aotinductor")
         }
     return {part: round(size / MIB, 2) for part, size in {"file": path.stat().st_size, **parts}.items()}
 
@@ -68,13 +79,13 @@ def file_sizes(path: Path) -> dict[str, float]:
 def memory(
     program: Path, folder: Path, supernet: Any, specs: list[Any], batches: list[Tensor]
 ) -> dict[str, Any]:
-    """Export so many subnets without frozen copies, and return sizes and resident memory in MiB."""
+    """Export so many subnets, and return sizes and resident memory in MiB."""
     engine = subnetact.Engine(supernet, specs, example=batches[0], fuse=False)
     path = folder / f"{len(specs)}.pt2"
     start = time.perf_counter()
     to_pt2(engine, path)
     seconds = time.perf_counter() - start
-    printed = in_cpp(program, path, engine, batches, 0)
+    printed = in_cpp(program, path, engine, batches, "1", "0")
     before, loaded, ran = map(float, re.findall(r"(?:before|loaded|ran) ([\d.]+)", printed))
     return {
         "subnets": len(specs),
@@ -95,48 +106,72 @@ def median_ms(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
+def frozen_packages(view: Any, batches: list[Tensor], folder: Path) -> list[Callable[[Tensor], Any]]:
+    """Return AOTInductor's programs of one subnet with folded and packed weights, for each batch size."""
+    programs: list[Callable[[Tensor], Any]] = []
+    for x in batches:
+        with torch.no_grad():
+            graph = torch.export.export(view, (x,), strict=False)
+        options = {"freezing": True, "aot_inductor.package_constants_in_so": True}
+        place = str(folder / f"frozen-{len(x)}.pt2")
+        torch._inductor.aoti_compile_and_package(graph, package_path=place, inductor_configs=options)
+        programs.append(torch._inductor.aoti_load_package(place))
+    return programs
+
+
 def latency(
-    program: Path, folder: Path, supernet: Any, batches: list[Tensor], rounds: int
+    programs: Path, folder: Path, supernet: Any, batches: list[Tensor], rounds: int
 ) -> list[dict[str, Any]]:
-    """Return the latencies of the largest subnet, frozen and shared in C++, of the Engine and onnxruntime."""
+    """Return the latencies of the largest and the smallest subnet in every runtime."""
     import onnxruntime
 
-    spec = supernet.space.largest()
-    engine = subnetact.Engine(supernet, [spec], example=batches[0])
+    specs = [supernet.space.largest(), supernet.space.smallest()]
+    engine = subnetact.Engine(supernet, specs, example=batches[0])
     assert engine.is_fused(0), engine.stats().unfused
-    to_pt2(engine, folder / "shared.pt2")
-    to_pt2(engine, folder / "frozen.pt2", frozen_mb=1000, frozen_batches=BATCHES)
-    to_onnx(engine, folder / "onnx")
+    path = to_pt2(engine, folder / "shared.pt2")
+    onnx = [to_onnx(engine, folder / "onnx") / f"subnet-{i}.onnx" for i in engine.ids]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(
-        folder / "onnx" / "subnet-0.onnx", options, providers=["CPUExecutionProvider"]
-    )
-    found: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
+    provider = ["CPUExecutionProvider"]
+    sessions = [onnxruntime.InferenceSession(file, options, providers=provider) for file in onnx]
+    frozen = frozen_packages(supernet.private_view(specs[0])[0], batches, folder)
+    rows: dict[tuple[str, int, int], list[float]] = {}
+    for _ in tqdm(range(rounds), desc="rounds", disable=None):
         for batch, x in enumerate(batches):
-            found.setdefault(("Engine", batch), []).append(median_ms(lambda x=x: engine(x, 0)))  # type: ignore[misc]
-            values = {"input": x.numpy()}
-            call = median_ms(lambda values=values: session.run(None, values))  # type: ignore[misc]
-            found.setdefault(("onnxruntime", batch), []).append(call)
-        for name in ("frozen", "shared"):
-            printed = in_cpp(program, folder / f"{name}.pt2", engine, batches, REPEATS)
-            for _, batch_number, ms in re.findall(r"subnet (\d+) batch (\d+) median_ms ([\d.]+)", printed):
-                found.setdefault((f"C++ {name}", int(batch_number)), []).append(float(ms))
+            for i in engine.ids:
+                calls = {
+                    "Engine": partial(engine, x, i),
+                    "onnxruntime": partial(sessions[i].run, None, {"input": x.numpy()}),
+                }
+                if i == 0:
+                    calls["AOTInductor, frozen for one batch size"] = partial(frozen[batch], x)
+                for name, call in calls.items():
+                    rows.setdefault((name, i, batch), []).append(median_ms(call))
+        ways = {"C++, .pt2": ("run_pt2", ["1", str(REPEATS)])}
+        if (programs / "run_onnx").exists():
+            ways["C++, ONNX in OpenVINO"] = (
+                "run_onnx",
+                [f"{i}={onnx[i]}" for i in engine.ids] + [str(REPEATS)],
+            )
+        for name, (program, arguments) in ways.items():
+            printed = in_cpp(programs / program, path, engine, batches, *arguments)
+            for subnet, number, ms in re.findall(r"subnet (\d+) batch (\d+) median_ms ([\d.]+)", printed):
+                rows.setdefault((name, int(subnet), int(number)), []).append(float(ms))
     return [
         {
             "runtime": name,
+            "subnet": ("largest", "smallest")[i],
             "batch_size": len(batches[batch]),
             "ms": round(statistics.median(values), 2),
             "rounds_ms": [round(value, 2) for value in values],
             "of_the_engine": round(
                 statistics.median(
-                    own / theirs for own, theirs in zip(values, found["Engine", batch], strict=True)
+                    one / other for one, other in zip(values, rows["Engine", i, batch], strict=True)
                 ),
                 3,
             ),
         }
-        for (name, batch), values in sorted(found.items())
+        for (name, i, batch), values in sorted(rows.items(), key=lambda row: row[0][1:])
     ]
 
 
@@ -156,6 +191,7 @@ def main() -> None:
     subnetact.calibrate(supernet, specs, [torch.randn(4, 3, args.size, args.size)], progress=False)
     batches = [torch.randn(size, 3, args.size, args.size) for size in BATCHES]
     result: dict[str, Any] = {
+        "load_average": os.getloadavg()[0],
         "machine": machine(torch.device("cpu")),
         "family": "ofa_resnet50",
         "image_size": args.size,
@@ -164,14 +200,14 @@ def main() -> None:
     result["weights_MiB"] = round(weights / MIB, 2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = built(folder / "build")
-        result["latency"] = latency(program, folder, supernet, batches, args.rounds)
+        programs = built(folder / "build")
+        result["latency"] = latency(programs, folder, supernet, batches, args.rounds)
         write_json(args.out, result)
         for row in result["latency"]:
             print(row)
         result["memory"] = []
         for count in args.subnets:
-            result["memory"].append(memory(program, folder, supernet, specs[:count], batches))
+            result["memory"].append(memory(programs / "run_pt2", folder, supernet, specs[:count], batches))
             print(result["memory"][-1])
             write_json(args.out, result)
 

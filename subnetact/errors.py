@@ -217,10 +217,6 @@ class UncalibratedSubnetWarning(UserWarning):
     """A subnet with BatchNorm runs on statistics that belong to the whole supernet."""
 
 
-class ExportWarning(UserWarning):
-    """An exported network serves less than the engine did."""
-
-
 class UnprovedInputWarning(UserWarning):
     """A subnet is called with an input of a form that no example had when the model was made elastic."""
 

@@ -7,7 +7,6 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 from zipfile import BadZipFile, ZipFile
 
@@ -29,16 +28,16 @@ from subnetact.errors import (
 )
 from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import PROGRAM_WEIGHTS
-from subnetact.export.pt2 import FACTS, FROZEN, PT2, archive_tools, capability, subnet_name
+from subnetact.export.pt2 import FACTS, PT2, archive_tools, capability, subnet_name
 from subnetact.export.subnet_program import export_format, quiet
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision
-from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
+from subnetact.supernet.batches import as_batch, call_with, map_tensors
 
 Program: TypeAlias = Callable[..., Any]
 _PASSING = DeviceError, ExportError, MissingExtra, PrecisionError
-_DAMAGED = OSError, RuntimeError, SpecError, BadZipFile
+_DAMAGED = OSError, RuntimeError, SpecError, StopIteration, BadZipFile
 """What reading a file raises that is said, and what it raises because the file is damaged."""
 
 
@@ -63,13 +62,11 @@ class ExportedEngine:
         sample: the largest of them.
     """
 
-    def __init__(
-        self, programs: Sequence[Mapping[int, Program]], facts: dict[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], facts: dict[str, Any], device: torch.device) -> None:
         config = EngineConfig.from_json(facts)
         for precision in sorted({spec.precision for spec in config.specs}):
             require_precision(precision, device)
-        self._programs = tuple(programs)  # of every subnet by batch size; 0 is any other
+        self._programs = tuple(programs)
         self.specs = tuple(config.specs)
         self.keys = tuple(spec.key for spec in self.specs)
         self.ids = tuple(range(len(programs)))
@@ -108,10 +105,8 @@ class ExportedEngine:
             raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
         x = as_batch(x)
         self.check(first_of(x, "input"))
-        size = len(next(iter(tensors_of(x))))
-        programs = self._programs[subnet]
         with torch.inference_mode():
-            return call_with(programs.get(size, programs[0]), x)
+            return call_with(self._programs[subnet], x)
 
     def ready(self, subnet: int) -> Program:
         """Return the callable of a subnet, a function of one batch as in `ExportedEngine.__call__`."""
@@ -193,11 +188,12 @@ def load_exported(
         read = partial(_read_folder, device=device, progress=progress)
         return export_format().read_version(path, read)
     require_regular(path)
-    with PT2.fields(path, _PASSING, _DAMAGED), ZipFile(path) as file, TemporaryDirectory() as folder:
-        if damaged := file.testzip():
-            raise FileFormatError(f"{path}: {damaged} is damaged; restore the file, or export again")
-        names = {name.partition("/")[2]: name for name in file.namelist()}
-        facts = PT2.parsed(path, file.read(names[FACTS]))
+    with PT2.fields(path, _PASSING, _DAMAGED):
+        with ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise FileFormatError(f"{path}: {damaged} is damaged; restore the file, or export again")
+            record = next(name for name in file.namelist() if name.endswith(f"/extra/{FACTS}"))
+            facts = PT2.parsed(path, file.read(record))
         home = _home(path, facts, device)
         made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(home))
         if made != here:
@@ -205,18 +201,11 @@ def load_exported(
                 f"{path}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
                 "export again on this kind of machine, or with to_exported_programs"
             )
-        place: int | None = home.index
-        index = -1 if place is None else place
+        index: int | None = home.index
+        place = {"device_index": -1 if index is None else index, "load_weights_from_disk": True}
         with quiet():
-            loaded = archive_tools().load_pt2(str(path), load_weights_from_disk=True, device_index=index)
-            programs = [
-                {0: _checked(loaded.aoti_runners[subnet_name(i)])} for i in range(len(facts["subnets"]))
-            ]
-            for subnet, sizes in facts["frozen"].items():
-                for size in sizes:
-                    package = file.extract(names[FROZEN.format(subnet, size)], folder)
-                    frozen = torch._inductor.aoti_load_package(package, device_index=index)
-                    programs[int(subnet)][size] = _checked(frozen)
+            runners = archive_tools().load_pt2(str(path), **place).aoti_runners
+        programs = [_checked(runners[subnet_name(i)]) for i in range(len(facts["subnets"]))]
         return ExportedEngine(programs, facts, home)
 
 
@@ -234,7 +223,7 @@ def _read_folder(
         else:
             weights = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
             programs = [_load_graph(path, own, facts) for path, own in zip(bar, weights, strict=True)]
-        return ExportedEngine([{0: program} for program in programs], facts, home)
+        return ExportedEngine(programs, facts, home)
 
 
 def _home(path: StrPath, facts: Mapping[str, Any], asked: str | torch.device | None) -> torch.device:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.export import Dim
 
 from subnetact.engine.inputs import check_input, parts_of
@@ -23,42 +23,38 @@ class InputAxes:
 
     Attributes:
         sample: the largest sample, without a batch axis.
+        limits: of every tensor and axis of a batch, its size or axis:least:most, then both as numbers. Axes
+            of one name are equally long in all tensors of a batch.
     """
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self.sample = samples[-1]
-        shapes = zip(*([t.shape for t in tensors_of(sample)] for sample in samples), strict=True)
-        self._sizes = [list(zip(*sizes, strict=True)) for sizes in shapes]
-        """For every tensor and axis, the sizes in all samples."""
-        every = [sizes for axes in self._sizes for sizes in axes if len(set(sizes)) > 1]
-        self.names = {sizes: f"axis_{chr(97 + i)}" for i, sizes in enumerate(dict.fromkeys(every))}
+        self.limits: list[list[tuple[str, int, int]]] = []
+        names = dict[tuple[int, ...], str]()
+        for parts in zip(*map(tensors_of, samples), strict=True):
+            limits = [(f"batch:1:{LARGEST_BATCH}", 1, LARGEST_BATCH)]
+            for sizes in zip(*(part.shape for part in parts), strict=True):
+                least, most = min(sizes), max(sizes)
+                name = (
+                    "" if least == most else names.setdefault(sizes, f"axis_{chr(97 + len(names))}:{least}:")
+                )
+                limits.append((f"{name}{most}", least, most))
+            self.limits.append(limits)
 
     def dims(self) -> list[dict[int, Dim]]:
         """Return, for every tensor of a batch, its free axes, as `torch.export` takes them."""
-        free = {sizes: Dim(name, min=min(sizes), max=max(sizes)) for sizes, name in self.names.items()}
-        batch = {0: Dim("batch", min=1)}
-        return [
-            batch | {i: free[sizes] for i, sizes in enumerate(axes, 1) if sizes in free}
-            for axes in self._sizes
-        ]
-
-    def limits(self) -> list[list[tuple[str, int, int]]]:
-        """Return, for every tensor and axis of a batch, its size or axis:least:most, then both as numbers.
-
-        Axes of one name are equally long in all tensors of a batch.
-        """
-        free = {sizes: f"{name}:{min(sizes)}:{max(sizes)}" for sizes, name in self.names.items()}
-        return [
-            [(f"batch:1:{LARGEST_BATCH}", 1, LARGEST_BATCH)]
-            + [(free.get(sizes, str(sizes[0])), min(sizes), max(sizes)) for sizes in axes]
-            for axes in self._sizes
-        ]
+        free = {
+            text: Dim(text.partition(":")[0], min=least, max=most)
+            for text, least, most in chain(*self.limits)
+            if least < most
+        }
+        return [{i: free[text] for i, (text, *_) in enumerate(axes) if text in free} for axes in self.limits]
 
     def described(self, names: Iterable[str] = ()) -> list[str]:
         """Return a line per tensor of a batch, `name: dtype` and the limits of every axis."""
         keys = parts_of(self.sample) or ("input",)
         names = names or [f"input_{key}" if type(key) is int else str(key) for key in keys]
-        tensors = zip(names, tensors_of(self.sample), self.limits(), strict=True)
+        tensors = zip(names, tensors_of(self.sample), self.limits, strict=True)
         return [
             " ".join([f"{name}:", str(part.dtype).removeprefix("torch."), *(text for text, _, _ in limits)])
             for name, part, limits in tensors
@@ -66,15 +62,10 @@ class InputAxes:
 
     def check(self, x: Any, device: torch.device, finite: bool) -> None:
         """Raise InvalidRequest unless an input without a batch axis has sizes and dtypes that are allowed."""
-        wanted = self.sample
-        if self.names and [part.dim() for part in tensors_of(x) if isinstance(part, Tensor)] == [
-            len(axes) for axes in self._sizes
-        ]:
-            free, shapes = dict[Any, int](), list[list[int]]()
-            for part, axes in zip(tensors_of(x), self._sizes, strict=True):
-                for size, sizes in zip(part.shape, axes, strict=True):
-                    free.setdefault(sizes, max(min(sizes), min(size, max(sizes))))
-                shapes.append([free[sizes] for sizes in axes])
-            following = iter(shapes)
-            wanted = map_tensors(lambda t: t.new_empty(next(following), device="meta"), self.sample)
+        sizes = dict[str, int]()
+        for part, (_, *axes) in zip(tensors_of(x), self.limits, strict=False):
+            for (text, least, most), size in zip(axes, getattr(part, "shape", ()), strict=False):
+                sizes.setdefault(text, max(least, min(size, most)))
+        shapes = iter([sizes.get(text, most) for text, _, most in axes] for _, *axes in self.limits)
+        wanted = map_tensors(lambda part: part.new_empty(next(shapes), device="meta"), self.sample)
         check_input(x, wanted, device, finite)

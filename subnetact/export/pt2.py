@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib import import_module
 from inspect import signature
-from itertools import product
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -23,32 +21,23 @@ from torch import Tensor
 
 from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like
 from subnetact.errors import ExportError
 from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import tensors_by_name
-from subnetact.export.subnet_program import SubnetProgram, bar, chosen_specs, quiet, subnet_programs
+from subnetact.export.subnet_program import SubnetProgram, bar, quiet, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.spec import SubnetSpec
 
 PT2 = DocumentFormat("an export", "subnetact.pt2", 1, "give a file that to_pt2 wrote")
-FACTS = "extra/subnetact.json"
-"""The record with the inputs, the subnets and their accuracies, the weights' hash, and what compiled it."""
-FROZEN = "data/frozen/subnet-{}-batch-{}.pt2"
-"""Records that are packages of their own: `load_pt2` would give constants to every program that it knows."""
-
-
-PACKED = FUSED._replace(largest=2e-4)
-"""Frozen programs fold BatchNorm into weights: random OFA-ResNet50 is off by 1.05e-4 of the largest."""
+FACTS = "subnetact.json"
+"""The extra file: the inputs, the subnets and their accuracies, the weights' hash, and what compiled it."""
 
 
 def to_pt2(
     engine: Engine,
     path: StrPath,
     *,
-    frozen_mb: float = 0.0,
-    frozen_batches: Sequence[int] = (1,),
     subnets: Sequence[SubnetSpec] | None = None,
     progress: bool = True,
 ) -> Path:
@@ -67,12 +56,6 @@ def to_pt2(
         engine: the engine with the subnets and the example input, which may be a tensor, or a flat tuple or
             dictionary of tensors.
         path: the file to write, `model.pt2` for example.
-        frozen_mb: MiB that frozen copies of weights may take in the file and in memory. A frozen program has
-            its weights, with BatchNorm folded and packed, in its code, and is as fast as a fused program of
-            the Engine. The engine's pinned subnets come first, then the others from the largest on, each if
-            it fits.
-        frozen_batches: the batch sizes that frozen programs are for, each with a copy of its own. Batches of
-            other sizes run over the shared weights.
         subnets: specifications of the subnets to export; "subnet-0" is `subnets[0]`. If None, all that the
             engine serves.
         progress: if True, show a progress bar when standard error is a terminal.
@@ -88,42 +71,25 @@ def to_pt2(
         StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
-        >>> to_pt2(engine, "model.pt2", frozen_mb=200)
+        >>> to_pt2(engine, "model.pt2")
         >>> exported = load_exported("model.pt2", trusted=True)
         >>> logits = exported(images, subnet=0)
     """
     if Path(path).suffix != ".pt2" or not Path(path).absolute().parent.is_dir():
         raise ExportError(f"path: {path} is not a .pt2 file in a folder that exists; name it model.pt2")
-    if not frozen_mb >= 0 or not all(type(size) is int and size > 0 for size in frozen_batches):
-        raise ExportError(
-            f"frozen_mb {frozen_mb} and frozen_batches {frozen_batches}: give MiB and sizes >= 1"
-        )
-    tools, here, specs = archive_tools(), capability(engine.device), chosen_specs(engine, subnets)
-    try:
-        import_module("torch._inductor.cpp_builder").get_cpp_compiler()
-    except RuntimeError as error:
-        raise ExportError(
-            "a .pt2 needs a C++ compiler: apt-get install g++, or use to_exported_programs"
-        ) from error
-    facts, axes, programs, _ = subnet_programs(engine, specs, "aotinductor", capability=here)
-    sizes = sorted(set(frozen_batches))
-    frozen = _frozen(engine, specs, programs, frozen_mb / max(len(sizes), 1))
-    facts["frozen"] = {str(i): sizes for i in frozen}
+    tools, here = archive_tools(), capability(engine.device)
+    facts, axes, programs, _ = subnet_programs(engine, subnets, "aotinductor", capability=here)
     with TemporaryDirectory() as folder, replacing(path) as temporary, quiet():
-        shared = {subnet_name(i): _compiled(subnet, axes) for i, subnet in enumerate(bar(programs, progress))}
-        with tools.PT2ArchiveWriter(f"{folder}/model.pt2") as archive:
-            archive.write_string(FACTS, json.dumps({**PT2.header, **facts}, indent=1))
-            tools._package_aoti_files(archive, shared)
-            for i, size in product(frozen, sizes):
-                fixed = replace(programs[i], x=batch_like(engine.sample, size, engine.device))
-                package = tools.package_pt2(f"{folder}/frozen.pt2", aoti_files=_compiled(fixed, None))
-                program = torch._inductor.aoti_load_package(package)
-                fixed.require_equal(program, "AOTInductor", PACKED, [fixed.x])
-                archive.write_file(FROZEN.format(i, size), package)
-        runners = tools.load_pt2(f"{folder}/model.pt2", load_weights_from_disk=True).aoti_runners
+        compiled = {
+            subnet_name(i): _compiled(subnet, axes) for i, subnet in enumerate(bar(programs, progress))
+        }
+        archive = f"{folder}/model.pt2"
+        about = {FACTS: json.dumps({**PT2.header, **facts}, indent=1)}
+        tools.package_pt2(archive, aoti_files=compiled, extra_files=about)
+        runners = tools.load_pt2(archive, load_weights_from_disk=True).aoti_runners
         for i, subnet in enumerate(programs):
             subnet.require_equal(runners[subnet_name(i)], "AOTInductor", FUSED)
-        copyfile(f"{folder}/model.pt2", temporary)
+        copyfile(archive, temporary)
     return Path(path)
 
 
@@ -151,31 +117,16 @@ def capability(device: torch.device) -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-def _frozen(
-    engine: Engine, specs: list[SubnetSpec], programs: list[SubnetProgram], budget_mb: float
-) -> list[int]:
-    """Return the subnets whose frozen copies fit in a budget: pinned ones first, then the largest."""
-    pinned = [engine.specs[i] for i in engine.config.pinned]
-    sizes = [sum(t.nbytes for t in (*p.view.parameters(), *p.view.buffers())) for p in programs]
-    chosen, left = list[int](), budget_mb * 2**20
-    for i in sorted(range(len(programs)), key=lambda i: (specs[i] not in pinned, -sizes[i])):
-        if sizes[i] <= left:
-            chosen.append(i)
-            left -= sizes[i]
-    return sorted(chosen)
-
-
-def _compiled(subnet: SubnetProgram, axes: InputAxes | None) -> list[Any]:
-    """Return the files of a compiled subnet, and which tensors it takes; without axes it is frozen."""
+def _compiled(subnet: SubnetProgram, axes: InputAxes) -> list[Any]:
+    """Return the files of a compiled subnet, and which tensors it takes."""
     packing = import_module("torch.export.pt2_archive._package_weights")
     options = {
         "aot_inductor.package": True,
-        "aot_inductor.package_constants_in_so": axes is None,
-        "aot_inductor.package_constants_on_disk_format": "pickle_weights" if axes else None,
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.package_constants_on_disk_format": "pickle_weights",
         "aot_inductor.check_lowerbound": False,  # torch means 2 by it, and programs run batches of one
         "aot_inductor.precompile_headers": False,  # precompiling pays only for dozens of subnets
         "cpp.dynamic_threads": True,
-        "freezing": axes is None,
     }
     program = subnet.traced(axes)
     tensors = tensors_by_name(program, subnet)
@@ -193,7 +144,5 @@ def _whole(tensor: Tensor, packing: Any) -> tuple[Tensor, Any]:
     """Return the tensor of a whole storage, which torch packs, and the properties of the slice of it."""
     storage, properties = tensor.untyped_storage(), packing.TensorProperties(tensor)
     properties.is_complete = lambda: True  # else torch would join slices, and forget where they begin
-    size = storage.nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage, 0, (size,), (1,)
-    ), properties
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)), properties

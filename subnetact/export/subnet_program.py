@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from subnetact import __version__
 from subnetact.comparison import ROUNDED, Tolerance, equal
 from subnetact.device import raise_if_explained, raise_if_out_of_memory
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, shapes
-from subnetact.errors import ExportError, ExportWarning, first_line
+from subnetact.engine.inputs import batch_like
+from subnetact.errors import ExportError, first_line
 from subnetact.export.input_axes import InputAxes
-from subnetact.files.documents import FolderFormat, StrPath
+from subnetact.files.documents import FolderFormat
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
@@ -38,8 +37,8 @@ class SubnetProgram:
     x: Any
     smaller: tuple[Any, ...] = ()
 
-    def traced(self, axes: InputAxes | None) -> ExportedProgram:
-        """Return the program of `torch.export`, for all sizes that the axes may have, or of the example."""
+    def traced(self, axes: InputAxes) -> ExportedProgram:
+        """Return the program of `torch.export`, for all sizes that the axes may have."""
         x = self.x
         args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
         if not all(isinstance(part, Tensor) for part in (*args, *(kwargs or {}).values())):
@@ -47,8 +46,8 @@ class SubnetProgram:
                 "this format takes a tensor, or a flat tuple or dictionary of tensors; flatten the network's "
                 "inputs, or serve the Engine itself"
             )
-        dims = axes and axes.dims()
-        shapes: Any = dims and (dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims))
+        dims = axes.dims()
+        shapes: Any = dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims)
         with quiet(), self.blamed("torch.export"), torch.no_grad():
             call_with(self.view, x)  # computes again what follows from weights that have changed in place
             return torch.export.export(self.view, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -110,21 +109,6 @@ def subnet_programs(
 def bar(programs: list[SubnetProgram], progress: bool) -> Iterable[SubnetProgram]:
     """Return these programs, with a progress bar when standard error is a terminal."""
     return tqdm(programs, desc="exporting subnets", disable=not progress or None)
-
-
-@contextmanager
-def writing_folder(
-    engine: Engine, specs: Sequence[SubnetSpec], directory: StrPath, kind: str, facts: Mapping[str, Any]
-) -> Iterator[Path]:
-    """Yield an empty folder for inputs of one shape; then add the index, and place the folder."""
-    if len(engine.samples) > 1:
-        warnings.warn(
-            f"export: it takes inputs of shape {shapes(engine.sample)} only, and pads nothing; pad before",
-            ExportWarning,
-            stacklevel=4,
-        )
-    with export_format(kind).writing(directory, described(engine, specs, facts)) as folder:
-        yield folder
 
 
 def described(engine: Engine, specs: Sequence[SubnetSpec], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def to_torchscript(
     inputs = _inputs(supernet.network, x)
     rows, means, variances = _rows(supernet, specs)
     norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
-    description = {"rows": rows, "keys": keys, "inputs": axes.described(inputs), "limits": axes.limits()}
+    description = {"rows": rows, "keys": keys, "inputs": axes.described(inputs), "limits": axes.limits}
     description["accuracy"] = [math.nan if percent is None else percent for percent in accuracy]
     description["facts"] = _texts(facts)
     with quiet():

@@ -16,7 +16,7 @@ from subnetact.elastic.folder import INDEX
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import DATATYPES, batch_like
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import chosen_specs, writing_folder
+from subnetact.export.subnet_program import chosen_specs, described, export_format
 from subnetact.export.torchscript import to_torchscript
 from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
@@ -108,20 +108,21 @@ def to_triton(
         if type(count) is not int or count < least:
             raise ExportError(f"{option}: {count!r} must be a whole number of at least {least}")
     chosen, target = chosen_specs(engine, None), Path(repository) / name
-    x = batch_like(engine.sample, 1, engine.device)
-    made = [engine(x, i) for i in engine.ids]
+    batches = [batch_like(sample, 1, engine.device) for sample in engine.samples]
+    made, x = [engine(batch, i) for batch in batches for i in engine.ids], batches[-1]
     if not all(isinstance(one, Tensor) for one in (x, *made)):
         raise ExportError(
             "to_triton takes networks with one input and one output tensor; describe to_torchscript's or "
             "to_onnx's file to Triton yourself, or serve the engine: python -m subnetact.serve"
         )
-    tensors = [_tensor("input", "INPUT__0", [x]), _tensor("output", "OUTPUT__0", made)]
+    tensors = [_tensor("input", "INPUT__0", batches), _tensor("output", "OUTPUT__0", made)]
     config = [f"max_batch_size: {size}", *tensors]
     kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
     work = [f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
     work += [f"dynamic_batching {{ max_queue_delay_microseconds: {queue_delay_us} }}"]
-    facts, inner = {"flavour": flavour}, target.with_name(f"{name}_batcher")
-    with writing_folder(engine, chosen, target, TRITON_KIND, facts) as folder:
+    inner = target.with_name(f"{name}_batcher")
+    facts = described(engine, chosen, {"flavour": flavour})
+    with export_format(TRITON_KIND).writing(target, facts) as folder:
         (folder / "1").mkdir()  # Triton wants a version, which is empty for an ensemble.
         if libtorch:
             to_torchscript(engine, folder / "1" / "model.pt")
@@ -131,7 +132,7 @@ def to_triton(
         else:
             config += ['output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]']
             config += ['output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]']
-            with writing_folder(engine, chosen, inner, TRITON_KIND, facts) as inner_folder:
+            with export_format(TRITON_KIND).writing(inner, facts) as inner_folder:
                 line = _write_python(engine, inner_folder / "1", table, options)
                 text = "\n".join([*config, 'backend: "python"', *work, line, ""])
                 (inner_folder / "config.pbtxt").write_text(text, encoding="utf-8")
@@ -142,7 +143,7 @@ def to_triton(
 
 
 def _tensor(role: str, name: str, seen: Sequence[Tensor]) -> str:
-    """Return Triton's description of a tensor; sizes that differ among subnets are variable (-1)."""
+    """Return Triton's description of a tensor; sizes that differ are variable (-1)."""
     kind, shapes = TYPES.get(seen[0].dtype), {x.shape[1:] for x in seen}
     if kind is None or not all(shapes) or len({len(shape) for shape in shapes}) > 1:
         raise ExportError(

@@ -31,7 +31,7 @@ def inputs_of() -> Callable[..., dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[subnetact.Engine, Path]:
-    """An engine of two subnets, and its .pt2, in which only the largest one is frozen, for batches of one."""
+    """An engine of two subnets, and its .pt2."""
     if shutil.which("g++") is None:
         pytest.skip("AOTInductor needs a C++ compiler: install g++")
     supernet = load_digits_supernet()
@@ -40,6 +40,4 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[subnetact.Engine
     subnetact.calibrate(supernet, specs, [x], progress=False)
     engine = subnetact.Engine(supernet, specs, example=x[:1], accuracy=[60.0, None])
     path = tmp_path_factory.mktemp("pt2") / "model.pt2"
-    view = supernet.subnet(specs[1])
-    largest = sum(t.nbytes for t in (*view.parameters(), *view.buffers())) / 2**20
-    return engine, to_pt2(engine, path, frozen_mb=largest, progress=False)
+    return engine, to_pt2(engine, path, progress=False)

@@ -57,9 +57,7 @@ def test_torch_alone_runs_it_and_weights_are_stored_once(compiled: tuple[subneta
     once = sum(t.nbytes for t in engine.supernet.state_dict().values()) + engine.supernet.norms.nbytes()
     assert size <= 1.1 * once + 2500 * len(names)  # torch.save adds up to 2 kB to a tensor
     assert facts["inputs"] == [f"input: float32 batch:1:{2**30} 1 16 16"]
-    assert facts["frozen"] == {"1": [1]}
     assert facts["accuracy"] == [60.0, None]
-    assert [name.rpartition("/")[2] for name in names if "/data/frozen/" in name] == ["subnet-1-batch-1.pt2"]
 
 
 def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
@@ -119,7 +117,6 @@ def test_foreign_and_damaged_files_are_refused(
         ({"schema": 2}, "schema 2, this version reads 1; update subnetact"),
         ({"kind": "other"}, "not an export"),
         ({"subnets": [{}]}, "damaged"),
-        ({"frozen": {"0": [1]}}, "damaged"),
     ):
         with pytest.raises(FileFormatError, match=message):
             load_exported(edited(path, tmp_path / "edited.pt2", **facts), trusted=True)
@@ -139,13 +136,10 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(
     for name in ("model.pt", "nowhere/model.pt2"):
         with pytest.raises(ExportError, match=r"not a \.pt2 file in a folder that exists"):
             to_pt2(engine, tmp_path / name)
-    for wrong in ({"frozen_mb": -1.0}, {"frozen_mb": float("nan")}, {"frozen_batches": [0]}):
-        with pytest.raises(ExportError, match="give MiB and sizes >= 1"):
-            to_pt2(engine, tmp_path / "model.pt2", **wrong)  # type: ignore[arg-type]
     from torch._inductor import config
 
     absent = config.patch({"cpp.cxx": ("a-compiler-that-is-not-installed",)})
-    with absent, pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
+    with absent, pytest.raises(ExportError, match=r"AOTInductor cannot take .*C\+\+ compiler"):
         to_pt2(engine, tmp_path / "model.pt2", progress=False)
     monkeypatch.setattr(pt2, "import_module", lambda name: pt2)  # a module without what is needed
     monkeypatch.setattr(pt2, "load_pt2", lambda path: None, raising=False)
