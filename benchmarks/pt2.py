@@ -57,13 +57,17 @@ def built(folder: Path) -> Path:
 def in_cpp(
     program: Path, path: Path, engine: subnetact.Engine, batches: list[Tensor], *arguments: str
 ) -> str:
-    """Run a C++ program, which compares every output with the Engine's, and return what it prints."""
+    """Run a C++ program, which compares every output with the supernet's, and return what it prints."""
     cases = path.with_suffix(".cases")
-    outputs = [[engine(x, i) for x in batches] for i in engine.ids]
+    with torch.no_grad():
+        outputs = [[engine.supernet(x, subnet=spec) for x in batches] for spec in engine.specs]
     torch.save({"inputs": [[x] for x in batches], "outputs": outputs, "refused": []}, cases)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [str(program), str(path), str(cases), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return done.stdout
 
 
 def file_sizes(path: Path) -> dict[str, float]:
