@@ -31,8 +31,8 @@ class OnnxSubnet {
     request_.set_input_tensor({ov::element::f32, {input.sizes().begin(), input.sizes().end()}, input.data_ptr<float>()});
     request_.infer();
     ov::Tensor output = request_.get_output_tensor(0);
-    const std::vector<int64_t> sizes(output.get_shape().begin(), output.get_shape().end());
-    return at::from_blob(output.data<float>(), sizes, at::kFloat).clone();
+    const ov::Shape shape = output.get_shape();
+    return at::from_blob(output.data<float>(), std::vector<int64_t>(shape.begin(), shape.end()), at::kFloat).clone();
   }
 
  private:
