@@ -5,7 +5,7 @@
 // Subnet NUMBER of the .pt2 runs as FILE.onnx, which subnetact.export.to_onnx wrote and which has its own weights; the
 // other subnets run over the weights of the .pt2, which are in memory once. cases.pt is that of run_pt2, for float32
 // inputs. OpenVINO comes with `pip install openvino`, headers included. The program compares outputs with Python's,
-// within 1e-4 of the largest value, and prints latencies and the memory in use.
+// within 2e-4 of the largest value, and prints latencies and the memory in use.
 #include "subnetact_pt2.h"
 
 #include <ATen/Parallel.h>
@@ -78,7 +78,7 @@ int main(int argc, char** argv) try {
     for (size_t batch = 0; batch < batches.size(); ++batch) {
       const at::Tensor x = batches[batch].toListRef()[0].toTensor(), want = outputs[subnet].toListRef()[batch].toTensor();
       const at::Tensor output = run(subnet, x);
-      wrong += output.sizes() != want.sizes() || ((output - want).abs().max() > 1e-4 * want.abs().max()).item<bool>();
+      wrong += output.sizes() != want.sizes() || ((output - want).abs().max() > 2e-4 * want.abs().max()).item<bool>();
     }
   }
   std::printf("subnets %zu onnx %zu batches %zu wrong %d\n", outputs.size(), fast.size(), batches.size(), wrong);
