@@ -114,11 +114,11 @@ def frozen_packages(view: Any, batches: list[Tensor], folder: Path) -> list[Call
     """Return AOTInductor's programs of one subnet with folded and packed weights, for each batch size."""
     programs: list[Callable[[Tensor], Any]] = []
     for x in batches:
-        with torch.no_grad():
-            graph = torch.export.export(view, (x,), strict=False)
         options = {"freezing": True, "aot_inductor.package_constants_in_so": True}
         place = str(folder / f"frozen-{len(x)}.pt2")
-        torch._inductor.aoti_compile_and_package(graph, package_path=place, inductor_configs=options)
+        with torch.no_grad():  # torch folds and packs weights only without gradients
+            graph = torch.export.export(view, (x,), strict=False)
+            torch._inductor.aoti_compile_and_package(graph, package_path=place, inductor_configs=options)
         programs.append(torch._inductor.aoti_load_package(place))
     return programs
 
