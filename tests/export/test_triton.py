@@ -212,6 +212,21 @@ class Features(nn.Module):
         return self.wide(x)
 
 
+def test_sizes_that_differ_among_examples_are_free(tmp_path: Path) -> None:
+    space = subnetact.SubnetSpace(
+        "long", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    elastic = {"0": subnetact.WeightSlice.on(out="width"), "2": subnetact.WeightSlice.on(in_="width")}
+    supernet = subnetact.insert_(network, space, elastic)
+    examples = [torch.zeros(1, 5, 3), torch.zeros(1, 9, 3)]
+    engine = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=examples)
+    folder = to_triton(engine, tmp_path)
+    assert (folder / "config.pbtxt").read_text().count("dims: [-1, ") == 2
+    scripted, x = torch.jit.load(folder / "1" / "model.pt"), torch.randn(2, 7, 3)
+    assert torch.equal(scripted(x, torch.zeros(2, 2).bool()), supernet(x, subnet=space.largest()))
+
+
 def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
 ) -> None:
@@ -227,8 +242,13 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     scripted = torch.jit.load(folder / "1" / "model.pt")
     x = torch.randn(2, 3)
     assert scripted(x, torch.zeros(2, 1, dtype=torch.bool)).shape == (2, 2)
-    for code in (torch.zeros(3, 1), torch.zeros(2, 1, 1), torch.zeros(2, 0)):
-        with pytest.raises(Exception, match=r"INPUT__1 has shape .*give \(batch, subnet \+ 1\)"):
+    for code, message in (
+        (torch.zeros(3, 1), r"int64 tensor, or bool of shape \[batch, number \+ 1\]"),
+        (torch.zeros(2, 1, 1), r"int64 tensor, or bool of shape \[batch, number \+ 1\]"),
+        (torch.zeros(2, 0), "no subnet -1"),
+        (torch.zeros(2, 3), r"no subnet 2; this file has 0\.\.1"),
+    ):
+        with pytest.raises(Exception, match=message):
             scripted(x, code.bool())
 
     changed = load_digits_supernet()
