@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from subnetact.export import (
     load_exported,
     to_exported_programs,
     to_onnx,
+    to_pt2,
     to_torchscript,
     to_triton,
 )
@@ -137,6 +139,10 @@ def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path
     for write in (to_exported_programs, to_onnx):
         write(several, tmp_path / write.__name__, subnets=engine.specs[1:], progress=False)
     exported = load_exported(tmp_path / "to_exported_programs", trusted=True)
+    others = [load_exported(tmp_path / "to_onnx", trusted=True)]
+    if shutil.which("g++"):
+        path = to_pt2(several, tmp_path / "model.pt2", subnets=engine.specs[1:], progress=False)
+        others.append(load_exported(path, trusted=True))
     session = onnxruntime.InferenceSession(tmp_path / "to_onnx" / "subnet-0.onnx")
     to_torchscript(several, tmp_path / "model.pt", subnets=engine.specs[1:], progress=False)
     scripted, zero = torch.jit.load(tmp_path / "model.pt"), torch.tensor([0])
@@ -146,14 +152,19 @@ def test_lengths_are_free_between_those_of_the_examples(engine: Engine, tmp_path
             expected = engine.supernet.subnet(engine.specs[1])(**batch)
         torch.testing.assert_close(exported(batch, subnet=0), expected, rtol=5e-5, atol=5e-5)
         assert torch.equal(scripted(*batch.values(), zero), expected)
+        for other in others:
+            torch.testing.assert_close(other(batch, subnet=0), expected, rtol=1e-4, atol=1e-4)
         (output,) = session.run(None, {name: part.numpy() for name, part in batch.items()})
         torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
     singles = [{name: part[0] for name, part in batch.items()} for batch in cut]
     assert len(exported.run(0, singles, 4)) == 3
-    with pytest.raises(InvalidRequest, match=r"shape \(4,\), this engine serves .* \(5,\)"):
-        exported({name: part[:, :4] for name, part in x.items()}, subnet=0)
-    with pytest.raises(InvalidRequest, match=r"attention_mask.*shape \(5,\), this engine serves .* \(6,\)"):
-        exported({**cut[2], "attention_mask": cut[2]["attention_mask"][:, :5]}, subnet=0)
+    for one in (exported, *others):
+        with pytest.raises(InvalidRequest, match=r"shape \(4,\), this engine serves .* \(5,\)"):
+            one({name: part[:, :4] for name, part in x.items()}, subnet=0)
+        with pytest.raises(
+            InvalidRequest, match=r"attention_mask.*shape \(5,\), this engine serves .* \(6,\)"
+        ):
+            one({**cut[2], "attention_mask": cut[2]["attention_mask"][:, :5]}, subnet=0)
     ids, mask = x["input_ids"], x["attention_mask"]
     for wrong in ((ids[:, :4], mask[:, :4]), (ids, mask[:, :6]), (ids, mask[:1]), (ids.int(), mask)):
         with pytest.raises(Exception, match=r"this file takes \w+: int64 batch\S+ axis_a:5:"):
