@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -100,10 +99,9 @@ def subnet_name(subnet: int) -> str:
 
 def archive_tools() -> Any:
     """Return the module of torch that writes and loads archives; ExportError if this torch is too old."""
-    with suppress(ImportError):
-        tools = import_module("torch.export.pt2_archive._package")
-        if "load_weights_from_disk" in signature(tools.load_pt2).parameters:
-            return tools
+    with suppress(ImportError, AttributeError):
+        import_module("torch._inductor.config").aot_inductor.package_constants_on_disk_format  # noqa: B018
+        return import_module("torch.export.pt2_archive._package")
     raise ExportError(
         f"torch {torch.__version__}: it cannot load a .pt2 with its weights; install a newer torch (2.13 is "
         "tested), or use subnetact.export.to_exported_programs"

@@ -77,7 +77,7 @@ class ScriptedSubnets(nn.Module):
         """
         if len(self.options) == 0:
             raise ValueError("exported without latencies; give to_torchscript slo_ms=, and it measures them")
-        if math.isnan(slack_ms):
+        if not slack_ms <= math.inf:  # math.isnan fails in TorchScript of torch 2.6
             raise ValueError("slack_ms is not a number")
         if queued < 1:
             raise ValueError("queued: " + str(queued) + " must be at least 1")
