@@ -75,7 +75,10 @@ int main(int argc, char** argv) try {
   refuse(count, batch_of(batches[0]));
   refuse(static_cast<size_t>(-1), batch_of(batches[0]));
   refuse(0, Batch(model.inputs.size()));  // tensors that are not defined
-  std::printf("bad inputs %zu answered %d\n", refused.size() + 3, answered);
+  Batch sparse = batch_of(batches[0]);
+  for (at::Tensor& tensor : sparse) tensor = tensor.to_sparse();
+  refuse(0, sparse);
+  std::printf("bad inputs %zu answered %d\n", refused.size() + 4, answered);
 
   const int threads = argc > 3 ? std::stoi(argv[3]) : 4, repeats = argc > 4 ? std::stoi(argv[4]) : 0;
   std::vector<std::thread> pool;

@@ -92,7 +92,8 @@ def to_triton(
     """
     if flavour not in ("libtorch", "python"):
         raise ExportError(f"flavour: {flavour!r} is not known; choose from libtorch, python")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", str(name)):
+    given: Any = name
+    if not isinstance(given, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", given):
         raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
     libtorch = flavour == "libtorch"
     options = {"slo_ms": slo_ms, "policy": policy, "model": model}
