@@ -75,10 +75,14 @@ int main(int argc, char** argv) try {
   refuse(count, batch_of(batches[0]));
   refuse(static_cast<size_t>(-1), batch_of(batches[0]));
   refuse(0, Batch(model.inputs.size()));  // tensors that are not defined
-  Batch sparse = batch_of(batches[0]);
-  for (at::Tensor& tensor : sparse) tensor = tensor.to_sparse();
+  Batch sparse, meta;
+  for (const at::Tensor& tensor : batch_of(batches[0])) {
+    sparse.push_back(tensor.to_sparse());
+    meta.push_back(tensor.to(at::kMeta));
+  }
   refuse(0, sparse);
-  std::printf("bad inputs %zu answered %d\n", refused.size() + 4, answered);
+  refuse(0, meta);
+  std::printf("bad inputs %zu answered %d\n", refused.size() + 5, answered);
 
   const int threads = argc > 3 ? std::stoi(argv[3]) : 4, repeats = argc > 4 ? std::stoi(argv[4]) : 0;
   std::vector<std::thread> pool;

@@ -80,7 +80,8 @@ def to_pt2(
     facts, axes, programs, _ = subnet_programs(engine, subnets, "aotinductor", capability=here)
     with TemporaryDirectory() as folder, replacing(path) as temporary, quiet():
         compiled = {
-            subnet_name(i): _compiled(subnet, axes) for i, subnet in enumerate(bar(programs, progress))
+            subnet_name(i): _compiled(subnet, axes, f"{folder}/{subnet_name(i)}")
+            for i, subnet in enumerate(bar(programs, progress))
         }
         archive = f"{folder}/model.pt2"
         about = {FACTS: json.dumps({**PT2.header, **facts}, indent=1)}
@@ -115,11 +116,12 @@ def capability(device: torch.device) -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-def _compiled(subnet: SubnetProgram, axes: InputAxes) -> list[Any]:
-    """Return the files of a compiled subnet, and which tensors it takes."""
+def _compiled(subnet: SubnetProgram, axes: InputAxes, folder: str) -> list[Any]:
+    """Compile a subnet into a folder; return its files, and which tensors it takes."""
     packing = import_module("torch.export.pt2_archive._package_weights")
     options = {
         "aot_inductor.package": True,
+        "aot_inductor.output_path": folder,  # else processes that compile the same subnet share files
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.package_constants_on_disk_format": "pickle_weights",
         "aot_inductor.check_lowerbound": False,  # torch means 2 by it, and programs run batches of one
