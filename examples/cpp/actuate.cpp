@@ -5,28 +5,21 @@
 // cases.pt is torch.save({"inputs": [...], "outputs": [one per subnet]}) from Python; the outputs are those of
 // the subnets' views, computed on one thread, and are compared with torch::equal. The program prints the
 // subnets of the file, the choices of its policy, and the time that a switch between subnets takes.
+#include "cases.h"
+
 #include <ATen/Parallel.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <functional>
 #include <iostream>
-#include <iterator>
 #include <thread>
 #include <vector>
 
 using torch::jit::IValue;
-
-std::vector<char> bytes_of(const char* path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
 
 std::vector<torch::Tensor> tensors(const IValue& list) {
   std::vector<torch::Tensor> found;
@@ -52,7 +45,7 @@ int main(int argc, char** argv) try {
   c10::InferenceMode inference;
   torch::jit::Module model = torch::jit::load(argv[1]);
   model.eval();
-  const auto cases = torch::jit::pickle_load(bytes_of(argv[2])).toGenericDict();
+  const auto cases = read_cases(argv[2]);
   const auto inputs = tensors(cases.at("inputs"));
   const auto outputs = tensors(cases.at("outputs"));
   const int64_t count = model.get_method("num_subnets")({}).toInt();

@@ -10,8 +10,9 @@
 // batch. A request is refused if
 // no subnet that is accurate enough can answer it in time any more. `margin` is the share by which latencies are
 // assumed to be longer than measured, 0.1 for example. This program is one worker.
+#include "cases.h"
+
 #include <ATen/Parallel.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>
 
 #include <algorithm>
@@ -20,7 +21,6 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <limits>
 #include <set>
 #include <thread>
@@ -69,10 +69,7 @@ int main(int argc, char** argv) try {
     for (const double ms : model.attr("latency_ms").toListRef()[i].toDoubleVector())
       if (ms < least_ms[i]) least_ms[i] = ms;  // NaN marks what did not run.
 
-  std::ifstream file(argv[2], std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + argv[2]);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  const auto cases = torch::jit::pickle_load(bytes).toGenericDict();
+  const auto cases = read_cases(argv[2]);
   const auto inputs = tensors(cases.at("inputs")), outputs = tensors(cases.at("outputs"));
   const auto arrivals = numbers(cases.at("arrivals_ms")), slo = numbers(cases.at("slo_ms"));
   const auto floors = numbers(cases.at("min_accuracy"));

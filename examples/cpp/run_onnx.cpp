@@ -6,6 +6,7 @@
 // other subnets run over the weights of the .pt2, which are in memory once. cases.pt is that of run_pt2, for float32
 // inputs. OpenVINO comes with `pip install openvino`, headers included. The program compares outputs with Python's,
 // within 2e-4 of the largest value, and prints latencies and the memory in use.
+#include "cases.h"
 #include "subnetact_pt2.h"
 
 #include <ATen/Parallel.h>
@@ -13,9 +14,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <map>
 
 // A subnet in an ONNX file. OpenVINO checks shapes and types; what is wrong is an ov::Exception, a std::exception.
@@ -39,23 +38,11 @@ class OnnxSubnet {
   ov::InferRequest request_;
 };
 
-double resident_mib() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    double kib = 0;
-    if (word == "VmRSS:" && status >> kib) return kib / 1024;
-  }
-  return 0;
-}
-
 int main(int argc, char** argv) try {
   if (argc < 4) throw std::runtime_error("usage: run_onnx model.pt2 cases.pt NUMBER=FILE.onnx ... [repeats]");
   at::set_num_threads(1);
   c10::InferenceMode inference;
-  std::ifstream file(argv[2], std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + argv[2]);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  const auto cases = torch::jit::pickle_load(bytes).toGenericDict();
+  const auto cases = read_cases(argv[2]);
   const double before = resident_mib();
   const subnetact::Subnets shared(argv[1]);
   const double loaded = resident_mib();

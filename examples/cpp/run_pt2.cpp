@@ -5,6 +5,7 @@
 // cases.pt is torch.save({"inputs": [batches], "outputs": [of every subnet: of every batch], "refused": [batches]})
 // from Python; a batch is a list with one tensor per input. Outputs may differ by rounding: 1e-4 of the largest
 // value. A batch of "refused" must raise an exception. The program prints latencies and the memory in use.
+#include "cases.h"
 #include "subnetact_pt2.h"
 
 #include <ATen/Parallel.h>
@@ -14,19 +15,9 @@
 #include <chrono>
 #include <cstdio>
 #include <iostream>
-#include <iterator>
 #include <thread>
 
 using Batch = std::vector<at::Tensor>;
-
-double resident_mib() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    double kib = 0;
-    if (word == "VmRSS:" && status >> kib) return kib / 1024;
-  }
-  return 0;
-}
 
 Batch batch_of(const c10::IValue& list) {
   Batch tensors;
@@ -38,10 +29,7 @@ int main(int argc, char** argv) try {
   if (argc < 3) throw std::runtime_error("usage: run_pt2 model.pt2 cases.pt [threads [repeats]]");
   at::set_num_threads(1);
   c10::InferenceMode inference;
-  std::ifstream file(argv[2], std::ios::binary);
-  if (!file) throw std::runtime_error(std::string("cannot read ") + argv[2]);
-  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  const auto cases = torch::jit::pickle_load(bytes).toGenericDict();
+  const auto cases = read_cases(argv[2]);
   const auto batches = cases.at("inputs").toListRef(), outputs = cases.at("outputs").toListRef();
   const double before = resident_mib();
   const subnetact::Subnets model(argv[1]);
