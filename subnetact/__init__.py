@@ -66,10 +66,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     workers          560    96      0
     costs            286    65      4
     nas              558   196      6
-    profile         1274   242      1
+    profile         1272   242      1
     serving         4990  1941     36
     generation      1442   458     13
-    export          1190   420      7
+    export          1198   420      7
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32118  8894    225
+    all            32124  8894    225
 
 The README has a glossary of the words that are used here.
 """

@@ -28,8 +28,8 @@ from subnetact.errors import (
 )
 from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import PROGRAM_WEIGHTS
-from subnetact.export.pt2 import FACTS, PT2, archive_tools, capability, subnet_name
-from subnetact.export.subnet_program import export_format, quiet
+from subnetact.export.pt2 import FACTS, PT2, archive_tools, capability
+from subnetact.export.subnet_program import export_format, quiet, subnet_name
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from subnetact.device import machine
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra
-from subnetact.export.subnet_program import bar, export_format, quiet, subnet_programs
+from subnetact.export.subnet_program import bar, export_format, quiet, subnet_name, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
@@ -98,7 +98,7 @@ def to_onnx(
                 made.model.metadata_props.update(
                     {f"subnetact.{key}": json.dumps(fact) for key, fact in about.items()}
                 )
-                made.save(folder / f"subnet-{i}.onnx")
+                made.save(folder / f"{subnet_name(i)}.onnx")
     return Path(directory)
 
 

@@ -11,7 +11,14 @@ from torch.export import ExportedProgram
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import SubnetProgram, bar, export_format, quiet, subnet_programs
+from subnetact.export.subnet_program import (
+    SubnetProgram,
+    bar,
+    export_format,
+    quiet,
+    subnet_name,
+    subnet_programs,
+)
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 
@@ -65,7 +72,7 @@ def to_exported_programs(
         for i, subnet in enumerate(bar(programs, progress)):
             program = subnet.traced(axes)
             weights.append(tensors_by_name(program, subnet))
-            _write_graph(program, folder / f"subnet-{i}.pt2", subnet)
+            _write_graph(program, folder / f"{subnet_name(i)}.pt2", subnet)
         torch.save(weights, folder / PROGRAM_WEIGHTS)
     return Path(directory)
 

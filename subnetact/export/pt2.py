@@ -23,7 +23,7 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import tensors_by_name
-from subnetact.export.subnet_program import SubnetProgram, bar, quiet, subnet_programs
+from subnetact.export.subnet_program import SubnetProgram, bar, quiet, subnet_name, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.spec import SubnetSpec
@@ -91,11 +91,6 @@ def to_pt2(
             subnet.require_equal(runners[subnet_name(i)], "AOTInductor", FUSED)
         copyfile(archive, temporary)
     return Path(path)
-
-
-def subnet_name(subnet: int) -> str:
-    """Return the name of a subnet's program in the file."""
-    return f"subnet-{subnet}"
 
 
 def archive_tools() -> Any:

@@ -106,6 +106,11 @@ def subnet_programs(
     return described(engine, specs, facts), axes, programs, supernet
 
 
+def subnet_name(subnet: int) -> str:
+    """Return the name of a subnet's program in a .pt2, and of its file in a folder."""
+    return f"subnet-{subnet}"
+
+
 def bar(programs: list[SubnetProgram], progress: bool) -> Iterable[SubnetProgram]:
     """Return these programs, with a progress bar when standard error is a terminal."""
     return tqdm(programs, desc="exporting subnets", disable=not progress or None)

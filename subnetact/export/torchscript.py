@@ -157,7 +157,8 @@ def to_torchscript(
         run = partial(_call, scripted, torch.tensor([i]))
         subnet.require_equal(run, "TorchScript", batches=[x, *batches])
     if slo_ms is not None:
-        table = table or profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
+        if table is None:
+            table = profile_latency(scripted, batch_sizes or BATCH_SIZES, progress=progress)
         decide_by(scripted, table, slo_ms)
         scripted.facts = _texts({**facts, **table.stamp})
     with replacing(path) as temporary, quiet():

@@ -76,9 +76,8 @@ class TimedRunner:
     ) -> None:
         self.engine, self.mode, self.facts = engine, mode, run_facts(mode or "as served", include)
         self.facts["program"] = engine.program
-        if mode is None and isinstance(
-            engine, Engine
-        ):  # What a journal of an engine that runs its subnets in another way must not have.
+        # What a journal of an engine that runs its subnets in another way must not have.
+        if mode is None and isinstance(engine, Engine):
             config = engine.config
             self.facts["fused"] = [i for i in engine.ids if engine.is_fused(i)]
             self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}
