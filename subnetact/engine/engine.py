@@ -256,6 +256,11 @@ class Engine:
         return tuple(subnet.spec.key for subnet in self._subnets)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the subnets in id order, as a bundle has them: `pareto-0`, or `subnet-0` without one."""
+        return self.supernet.card.names_of(self.specs)
+
+    @property
     def accuracy(self) -> tuple[float | None, ...]:
         """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
         return tuple(subnet.accuracy for subnet in self._subnets)
