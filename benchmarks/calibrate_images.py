@@ -58,12 +58,15 @@ def measure(draws: int) -> dict[str, Any]:
     drawn = [training.images[order[:DRAWN]] for order in orders]
     settings: dict[str, dict[str, list[Sequence[Tensor]]]] = {
         "curve": {str(n): [[training.images[order[:n]]] for order in orders] for n in SIZES},
-        "batches": {str(n): [images.split(n) for images in drawn] for n in BATCHES},
+        "batches": {str(n): [pieces(images, n) for images in drawn] for n in BATCHES},
         "choice": {
-            "as they come": [images.split(PER_BATCH) for images in drawn],
-            "sorted by class": [sorted_by_class(training, order).split(PER_BATCH) for order in orders],
+            "as they come": [pieces(images, PER_BATCH) for images in drawn],
+            "sorted by class": [pieces(sorted_by_class(training, order), PER_BATCH) for order in orders],
             "two classes": [[of_two_classes(training, k % 5)] for k in range(draws)],
-            **{name: [change(images).split(PER_BATCH) for images in drawn] for name, change in CHANGES.items()},
+            **{
+                name: [pieces(change(images), PER_BATCH) for images in drawn]
+                for name, change in CHANGES.items()
+            },
         },
     }
     found: dict[str, Any] = {"subnets": [str(spec) for spec in specs], "images": len(held_out.labels)}
@@ -74,6 +77,10 @@ def measure(draws: int) -> dict[str, Any]:
             found[part][name] = [accuracies(supernet, specs, batches, held_out) for batches in bar]
             print(part, name, np.mean(found[part][name], 0).round(1), flush=True)
     return found
+
+
+def pieces(values: Tensor, size: int) -> list[Tensor]:
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def sorted_by_class(training: Digits, order: Tensor) -> Tensor:
@@ -89,8 +96,8 @@ def accuracies(
     supernet: subnetact.Supernet, specs: list[SubnetSpec], batches: Sequence[Tensor], held_out: Digits
 ) -> list[float]:
     subnetact.calibrate(supernet, specs, batches, progress=False)
-    pieces = zip(held_out.images.split(100), held_out.labels.split(100), strict=True)
-    return list(subnetact.evaluate(supernet, specs, list(pieces)))
+    loader = zip(pieces(held_out.images, PER_BATCH), pieces(held_out.labels, PER_BATCH), strict=True)
+    return list(subnetact.evaluate(supernet, specs, list(loader)))
 
 
 def report(result: dict[str, Any], out: Path) -> None:
@@ -113,7 +120,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     axes.set_xlabel("images of the calibration, in one batch")
     axes.set_ylabel(f"accuracy - that with {max(curve):,} images, points")
     on = result["machine"]
-    title = f"Digits, {len(next(iter(curve.values())))} draws, mean and deviation ({on['device_name']}, torch {on['torch']})"
+    where = f"{on['device_name']}, torch {on['torch']}"
+    title = f"Digits, {result['draws']} draws, mean and standard deviation ({where})"
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")

@@ -18,8 +18,6 @@ from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
 _Tables = dict[str, LatencyTable]
-_FACTS = {"mode": "{}", "statistic": "{}", "threads": "threads: {}", "dtype": "{}", "input_shape": "input {}"}
-"""Facts of a stamp that stand above a column of latencies."""
 
 
 def validated(folder: StrPath) -> tuple[dict[str, Any], _Tables, Supernet | None]:
@@ -107,8 +105,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
 def _heading(name: str, table: LatencyTable) -> str:
     """Return what a column of latencies is of, in those facts that the stamp of its table has."""
     stamp = table.stamp
-    where = [f"ms on {stamp.get('device_name') or stamp.get('device', name)}", f"batch {table.batch_sizes[0]}"]
-    return ", ".join([*where, *(text.format(stamp[fact]) for fact, text in _FACTS.items() if fact in stamp)])
+    where = f"ms on {stamp.get('device_name') or stamp.get('device', name)}, batch {table.batch_sizes[0]}"
+    facts = ("mode", "statistic", "threads", "dtype", "input_shape")
+    return ", ".join([where, *(f"{fact} {stamp[fact]}" for fact in facts if fact in stamp)])
 
 
 def _latency(table: LatencyTable, key: str | None) -> float | None:

@@ -257,7 +257,7 @@ class Engine:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the subnets in id order, as a bundle has them: `pareto-0`, or `subnet-0` without one."""
+        """The names of the subnets in id order, as a bundle has them, or `subnet-0` and so on."""
         return self.supernet.card.names_of(self.specs)
 
     @property

@@ -28,7 +28,6 @@ from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import load_source
 from subnetact.profile.sweep import SweepSettings
 from subnetact.spec import FLOAT32, PRECISIONS
-from subnetact.supernet.supernet import Supernet
 
 DONE, USAGE, UNSTABLE = 0, 2, 3
 ROWS_SHOWN = 24
@@ -141,7 +140,8 @@ def _profile(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)
     table = run_profile(job, source)
-    _print(job, table, source.supernet)
+    names = {spec.key: name for name, spec in source.supernet.card.subnets.items()}
+    _print(job, table, names, own_network=source.supernet.origin is None)
     return UNSTABLE if args.strict and count_stable(table)[1] else DONE
 
 
@@ -168,8 +168,7 @@ def _compare(args: argparse.Namespace) -> int:
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
 
-def _print(job: ProfileJob, table: LatencyTable, supernet: Supernet) -> None:
-    names = {spec.key: name for name, spec in supernet.card.subnets.items()}
+def _print(job: ProfileJob, table: LatencyTable, names: dict[str, str], own_network: bool) -> None:
     print(f"{job.out}: {table}")
     print(f"{job.scheduler_out}: for a Batcher or a simulation; its latencies never fall as the batch grows")
     print(f"{job.work}: what --resume needs to add measurements; it may be deleted")
@@ -189,7 +188,7 @@ def _print(job: ProfileJob, table: LatencyTable, supernet: Supernet) -> None:
         )
     print(f"BatchNorm statistics: {table.stamp['calibrated_on']}")
     if job.save_bundle is not None:
-        own = ", supernet=yours" if supernet.origin is None else ""
+        own = ", supernet=yours" if own_network else ""
         print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
     if cells_out := int(np.isnan(table.latency_ms).sum()):
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")

@@ -215,13 +215,11 @@ def _write(job: ProfileJob, table: LatencyTable, runner: TimedRunner) -> None:
 def _name(engine: Engine, table: LatencyTable) -> None:
     """Give subnets names, numbered from the fastest: `pareto-0`, or `subnet-0` where nothing says it is one.
 
-    A subnet is `pareto` if a search chose the table's subnets, or they are all of the space, and none of them
-    is at least as accurate and at least as fast at every batch size.
+    A subnet is `pareto` if a search chose the table's subnets, and none of them is at least as accurate and
+    at least as fast at every batch size.
     """
-    space, specs = engine.supernet.space, engine.specs
     costs = np.column_stack([np.nan_to_num(table.latency_ms, nan=math.inf), -np.array(table.accuracy)])
-    chosen = "search" in table.stamp or len(specs) == space.size()
-    front = set(non_dominated(costs) if chosen and not np.isnan(costs).any() else ())
-    order = sorted(range(len(specs)), key=lambda i: tuple(costs[i]))
-    kinds = {specs[i]: "pareto" if i in front else "subnet" for i in order}
+    front = set(non_dominated(costs) if "search" in table.stamp and not np.isnan(costs).any() else ())
+    ranked = sorted(enumerate(engine.specs), key=lambda pair: tuple(costs[pair[0]]))
+    kinds = {spec: "pareto" if i in front else "subnet" for i, spec in ranked}
     engine.supernet.card = engine.supernet.card.with_names(kinds)

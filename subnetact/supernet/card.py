@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -39,27 +38,18 @@ class Card:
         return space.parse(subnet) if named is None else named
 
     def with_names(self, kinds: Mapping[SubnetSpec, str]) -> Card:
-        """Return a card in which subnets have names: those without one get their kind and a number from 0.
-
-        A key is no name: bundles of earlier versions have keys in the place of names.
-        """
-        names = {spec: name for name, spec in self.subnets.items() if name != spec.key}
-        numbers: dict[str, count[int]] = defaultdict(count)
+        """Return a card in which all given subnets have names: those without get their kind and a number."""
+        named, numbers = set(self.subnets.values()), {kind: count() for kind in kinds.values()}
+        subnets = dict(self.subnets)
         for spec, kind in kinds.items():
-            while spec not in names:
-                name = f"{kind}-{next(numbers[kind])}"
-                if name not in self.subnets:
-                    names[spec] = name
-        renamed = {spec.key: names[spec] for spec in kinds}
-        former = {renamed.get(name, name): spec for name, spec in self.subnets.items()}
-        quality = {renamed.get(name, name): figures for name, figures in self.quality.items()}
-        return replace(self, subnets=former | {names[spec]: spec for spec in kinds}, quality=quality)
+            if spec not in named:
+                subnets[next(n for i in numbers[kind] if (n := f"{kind}-{i}") not in self.subnets)] = spec
+        return replace(self, subnets=subnets)
 
     def names_of(self, specs: Sequence[SubnetSpec]) -> tuple[str, ...]:
         """Return the name of each subnet; those without one are `subnet-0` and so on."""
         named = self.with_names(dict.fromkeys(specs, "subnet")).subnets
-        known = {spec: name for name, spec in (*named.items(), *self.subnets.items())}
-        return tuple(known[spec] for spec in specs)
+        return tuple(map({spec: name for name, spec in named.items()}.__getitem__, specs))
 
     def extended(
         self,

@@ -152,7 +152,8 @@ def test_a_bundle_has_short_names_that_say_which_subnets_are_of_the_pareto_set(
     assert heading.count("ms on") == 1, "the table for schedulers is of the same measurement"
     processor = table.stamp["device_name"] or "cpu"
     assert heading.endswith(
-        f"| ms on {processor}, batch 1, zero-copy, p50, threads: 1, float32, input [1, 16, 16] |"
+        f"| ms on {processor}, batch 1, mode zero-copy, statistic p50, threads 1, dtype float32, "
+        "input_shape [1, 16, 16] |"
     )
 
 
