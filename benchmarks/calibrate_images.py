@@ -102,43 +102,60 @@ def accuracies(
 
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw the curve, and print the tables of the page in Markdown."""
+    curve = {int(n): np.array(values) for n, values in result["curve"].items()}
+    draw(curve, result, out.with_suffix(".png"))
+    most = max(curve)
+    print_row("images", *(f"{n:,}" for n in curve))
+    print_row(*["---"] * (len(curve) + 1))
+    for row in zip(*(grouped(values.mean(0)).items() for values in curve.values()), strict=True):
+        print_row(f"{row[0][0]}, %", *(f"{percent:.1f}" for _, percent in row))
+    lost = [curve[most].mean(0) - values.mean(0) for values in curve.values()]
+    print_row("lost, the worst of the five", *(f"{x.max():.1f}" for x in lost))
+    spread = [values.std(0, ddof=1).max() for values in curve.values()]
+    print_row("deviation between draws", *(f"{x:.1f}" for x in spread))
+    for part, base in (("batches", str(DRAWN)), ("choice", "as they come")):
+        print("")
+        print_row(part, *(f"{name}, points" for name in grouped(lost[0])))
+        print_row(*["---"] * 4)
+        reference = np.array(result[part][base])
+        for name, values in result[part].items():
+            change = grouped((np.array(values) - reference).mean(0))
+            print_row(name, *(f"{points:+.1f}" for points in change.values()))
+
+
+def grouped(values: Any) -> dict[str, float]:
+    """Return the value of the smallest subnet, that of the largest, and the mean of those of the others."""
+    return {"smallest": values[0], "largest": values[1], "three others": values[2:].mean()}
+
+
+def print_row(*cells: str) -> None:
+    print("| " + " | ".join(cells) + " |")
+
+
+def draw(curve: dict[int, Any], result: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    curve = {int(n): np.array(values) for n, values in result["curve"].items()}
     full = curve[max(curve)].mean(0)
     labels = ["smallest", "largest", *(f"random {i}" for i in range(1, len(full) - 1))]
     figure, axes = plt.subplots(figsize=(8, 4.2))
     for i, label in enumerate(labels):
-        lost = np.array([values[:, i].mean() for values in curve.values()]) - full[i]
-        spread = np.array([values[:, i].std(ddof=1) for values in curve.values()])
+        lost = [values[:, i].mean() - full[i] for values in curve.values()]
+        spread = [values[:, i].std(ddof=1) for values in curve.values()]
         axes.errorbar(list(curve), lost, spread, label=f"{label}, {full[i]:.1f} %", capsize=2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(curve), [f"{n:,}" for n in curve], fontsize=8)
     axes.set_xlabel("images of the calibration, in one batch")
     axes.set_ylabel(f"accuracy - that with {max(curve):,} images, points")
-    on = result["machine"]
-    where = f"{on['device_name']}, torch {on['torch']}"
-    title = f"Digits, {result['draws']} draws, mean and standard deviation ({where})"
-    axes.set_title(title, fontsize=9)
+    where = f"{result['machine']['device_name']}, torch {result['machine']['torch']}"
+    axes.set_title(f"Digits, {result['draws']} draws, mean and standard deviation ({where})", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(out.with_suffix(".png"), dpi=110)
+    figure.savefig(out, dpi=110)
     plt.close(figure)
-    print("| images | " + " | ".join(f"{n:,}" for n in curve) + " |\n" + "|---" * (len(curve) + 1) + "|")
-    for i, label in enumerate(labels):
-        print(f"| {label} | " + " | ".join(f"{v[:, i].mean():.1f}" for v in curve.values()) + " |")
-    worst = [min(v.mean(0) - full) for v in curve.values()]
-    print("| most lost on average | " + " | ".join(f"{w:.1f}" for w in worst) + " |")
-    print("| most lost in one draw | " + " | ".join(f"{(v - full).min():.1f}" for v in curve.values()) + " |")
-    for part, base in (("batches", "600"), ("choice", "as they come")):
-        reference = np.array(result[part][base])
-        for name, values in result[part].items():
-            lost = (np.array(values) - reference).mean(0)
-            print(f"| {part} {name} | " + " | ".join(f"{x:+.1f}" for x in lost) + " |")
 
 
 def main() -> None:

@@ -690,7 +690,7 @@ class Engine:
     # -- bundles ---------------------------------------------------------------------------------
 
     def save(self, directory: StrPath) -> None:
-        """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
+        """Write weights, norm table, space, subnets by their `names`, accuracy and `tables` as one bundle.
 
         Latencies do not depend on the values of weights, so a table that was measured on other weights of
         this engine is written with the fingerprint of the present ones, as long as their dtype is the same.
