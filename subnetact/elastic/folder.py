@@ -88,7 +88,7 @@ def from_pretrained(
 
     Args:
         folder: what `save_pretrained` or `Engine.save` wrote.
-        subnet: the name of a subnet (`pareto-0` is the fastest of a Pareto set that the profile command found),
+        subnet: the name of a subnet (`pareto-0` is the fastest of a Pareto set that a profile found),
             a specification, or what `space.parse` takes. If None, the supernet is returned, whose `card` has
             the named subnets.
         model: for a network that no library makes: the network, or a supernet of it, made with the same

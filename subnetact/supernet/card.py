@@ -34,7 +34,7 @@ class Card:
             return space.check(subnet)
         named = self.subnets.get(subnet) if isinstance(subnet, str) else None
         if named is None and isinstance(subnet, str) and "=" not in subnet:
-            raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets):.2000}")
+            raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets):.999}")
         return space.parse(subnet) if named is None else named
 
     def with_names(self, kinds: Mapping[SubnetSpec, str]) -> Card:
