@@ -120,7 +120,7 @@ def report(result: dict[str, Any], out: Path) -> None:
         reference = np.array(result[part][base])
         for name, values in result[part].items():
             change = grouped((np.array(values) - reference).mean(0))
-            print_row(name, *(f"{points:+.1f}" for points in change.values()))
+            print_row(name, *(f"{round(points, 1) + 0.0:+.1f}" for points in change.values()))
 
 
 def grouped(values: Any) -> dict[str, float]:
