@@ -54,30 +54,30 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            344   163      6
     operators       2213   739     18
-    supernet        2934   838      5
+    supernet        2945   840      5
     insertion       4077   876     12
     ofa_adapters    2482   490      7
     digits           136    18      7
-    calibration      703   149      1
+    calibration      703   150      1
     latency          517   247      5
     training        1337   327      4
-    elastic          846   175      1
-    engine          2248   624      5
+    elastic          854   177      1
+    engine          2249   625      5
     workers          560    96      0
     costs            286    65      4
     nas              558   196      6
-    profile         1272   242      1
+    profile         1281   247      1
     serving         4990  1941     36
     generation      1442   458     13
     export          1198   420      7
     demo             289    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1879   389      7
+    serve           1880   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32124  8894    225
+    all            32154  8905    225
 
 The README has a glossary of the words that are used here.
 """

@@ -72,14 +72,17 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     yield f"# {model['name']}, elastic"
     yield from ("", f"One copy of the weights holds every size; {len(subnets)} of them have names.", "")
     known = sorted({what for stated in subnets.values() for what in stated["quality"]})
-    timed = {name: f"ms on {table.stamp.get('device', name)}" for name, table in tables.items()}
-    rows = [["subnet", "parameters", *known, *timed.values()]]
-    for name, stated in subnets.items():
+    keys = [None if supernet is None else supernet.card.subnets[name].key for name in subnets]
+    timed: dict[str, list[str]] = {}
+    for name, table in tables.items():  # A profile's table for schedulers is of the same measurement.
+        heading, cells = _heading(name, table), [_shown(_latency(table, key)) for key in keys]
+        timed[heading if timed.get(heading, cells) == cells else f"{heading}, {name}"] = cells
+    rows = [["subnet", "parameters", *known, *timed]]
+    for i, (name, stated) in enumerate(subnets.items()):
         figures = [_shown(stated["quality"].get(what, {}).get("value")) for what in known]
         view = None if supernet is None else supernet.subnet(supernet.card.subnets[name])
-        key = None if supernet is None else supernet.card.subnets[name].key
         own = "?" if view is None else f"{sum(p.numel() for p in view.parameters()):,}"
-        rows.append([name, own, *figures, *(_shown(_latency(table, key)) for table in tables.values())])
+        rows.append([name, own, *figures, *(column[i] for column in timed.values())])
     rows.insert(1, ["---"] * len(rows[0]))
     yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
     sources = {q["source"] for stated in subnets.values() for q in stated["quality"].values() if q["source"]}
@@ -97,6 +100,14 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     if lines := opening(model):
         yield from ("", "# the largest, without subnetact", *lines)
     yield "```"
+
+
+def _heading(name: str, table: LatencyTable) -> str:
+    """Return what a column of latencies is of, in those facts that the stamp of its table has."""
+    stamp = table.stamp
+    where = f"ms on {stamp.get('device_name') or stamp.get('device', name)}, batch {table.batch_sizes[0]}"
+    facts = ("mode", "statistic", "threads", "dtype", "input_shape")
+    return ", ".join([where, *(f"{fact} {stamp[fact]}" for fact in facts if fact in stamp)])
 
 
 def _latency(table: LatencyTable, key: str | None) -> float | None:

@@ -88,8 +88,9 @@ def from_pretrained(
 
     Args:
         folder: what `save_pretrained` or `Engine.save` wrote.
-        subnet: the name of a subnet, a specification, or what `space.parse` takes. If None, the supernet is
-            returned, whose `card` has the named subnets.
+        subnet: the name of a subnet (`pareto-0` is the fastest of a Pareto set that a profile found),
+            a specification, or what `space.parse` takes. If None, the supernet is returned, whose `card` has
+            the named subnets.
         model: for a network that no library makes: the network, or a supernet of it, made with the same
             arguments. The weights of the bundle replace its weights.
         mapped: whether the weights stay in the file and are read when they are used, so that a large bundle
@@ -107,7 +108,7 @@ def from_pretrained(
         FileFormatError: a file is missing, damaged, changed or of a newer schema; or the network is
             not one that a library can make.
         ForeignSpec: the given model is of another space.
-        SpecError: there is no such subnet.
+        SpecError: there is no such subnet; the message lists the names.
         MissingExtra: the library of the network is not installed.
 
     Example:

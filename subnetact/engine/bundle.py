@@ -26,16 +26,14 @@ def save_bundle(
     fingerprints: Collection[str],
 ) -> None:
     """Write a bundle of an engine; its accuracies are in percent. `fingerprints` are for `save_folder`."""
-    card, facts = supernet.card, config.to_json()
-    known = {spec: name for name, spec in card.subnets.items()}
-    names = [known.get(spec, spec.key) for spec in config.specs]
+    card, facts = supernet.card.with_names(dict.fromkeys(config.specs, "subnet")), config.to_json()
+    names = list(card.names_of(config.specs))
     quality = {name: dict(figures) for name, figures in card.quality.items()}
     for name, percent in zip(names, facts.pop(ACCURACY), strict=True):
         former = quality.get(name, {}).get(ACCURACY, {"value": None, "source": None})
         if percent is not None and percent != former["value"]:
             quality.setdefault(name, {})[ACCURACY] = {"value": percent, "source": None}
-    subnets = {**card.subnets, **dict(zip(names, config.specs, strict=True))}
-    card = replace(card, subnets=subnets, quality=quality)
+    card = replace(card, quality=quality)
     require = () if config.allow_uncalibrated else config.served
     save_folder(supernet, directory, card, tables, facts | {"subnets": names}, require, fingerprints)
 

@@ -256,6 +256,11 @@ class Engine:
         return tuple(subnet.spec.key for subnet in self._subnets)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the subnets in id order, as a bundle has them, or `subnet-0` and so on."""
+        return self.supernet.card.names_of(self.specs)
+
+    @property
     def accuracy(self) -> tuple[float | None, ...]:
         """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
         return tuple(subnet.accuracy for subnet in self._subnets)
@@ -685,7 +690,7 @@ class Engine:
     # -- bundles ---------------------------------------------------------------------------------
 
     def save(self, directory: StrPath) -> None:
-        """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
+        """Write weights, norm table, space, subnets by their `names`, accuracy and `tables` as one bundle.
 
         Latencies do not depend on the values of weights, so a table that was measured on other weights of
         this engine is written with the fingerprint of the present ones, as long as their dtype is the same.

@@ -140,7 +140,8 @@ def _profile(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)
     table = run_profile(job, source)
-    _print(job, table, own_network=source.supernet.origin is None)
+    names = {spec.key: name for name, spec in source.supernet.card.subnets.items()}
+    _print(job, table, names, own_network=source.supernet.origin is None)
     return UNSTABLE if args.strict and count_stable(table)[1] else DONE
 
 
@@ -167,17 +168,17 @@ def _compare(args: argparse.Namespace) -> int:
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
 
-def _print(job: ProfileJob, table: LatencyTable, own_network: bool) -> None:
+def _print(job: ProfileJob, table: LatencyTable, names: dict[str, str], own_network: bool) -> None:
     print(f"{job.out}: {table}")
     print(f"{job.scheduler_out}: for a Batcher or a simulation; its latencies never fall as the batch grows")
     print(f"{job.work}: what --resume needs to add measurements; it may be deleted")
     print("  accuracy" + "".join(f"{f'batch {b}':>11}" for b in table.batch_sizes) + "  ms  subnet")
     step = math.ceil(len(table.subnets) / ROWS_SHOWN)
     for i in range(0, len(table.subnets), step):
-        percent = table.accuracy[i]
+        percent, key = table.accuracy[i], table.subnets[i]
         known = "         -" if math.isnan(percent) else f"{percent:8.2f} %"
         cells = "".join("     (none)" if math.isnan(ms) else f"{ms:11.2f}" for ms in table.latency_ms[i])
-        print(f"{known}{cells}      {table.subnets[i]}")
+        print(f"{known}{cells}      {names.get(key, key)}")
     if step > 1:
         print(f"  (one of every {step} of the {len(table.subnets)} subnets is shown)")
     if np.isnan(table.accuracy).any():

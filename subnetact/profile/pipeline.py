@@ -27,6 +27,7 @@ from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
+from subnetact.latency.pareto import non_dominated
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
@@ -206,5 +207,19 @@ def _write(job: ProfileJob, table: LatencyTable, runner: TimedRunner) -> None:
         if not np.isnan(table.accuracy).any():
             plot_front(table, job.plot / "front.png")
     if job.save_bundle is not None:
+        _name(runner.engine, table)
         runner.engine.tables = {"measured": table, "scheduler": scheduler}
         runner.engine.save(job.save_bundle)
+
+
+def _name(engine: Engine, table: LatencyTable) -> None:
+    """Give subnets names, numbered from the fastest: `pareto-0`, or `subnet-0` where nothing says it is one.
+
+    A subnet is `pareto` if a search chose the table's subnets, and none of them is at least as accurate and
+    at least as fast at every batch size.
+    """
+    costs = np.column_stack([np.nan_to_num(table.latency_ms, nan=math.inf), -np.array(table.accuracy)])
+    front = set(non_dominated(costs) if "search" in table.stamp and not np.isnan(costs).any() else ())
+    ranked = sorted(enumerate(engine.specs), key=lambda pair: tuple(costs[pair[0]]))
+    kinds = {spec: "pareto" if i in front else "subnet" for i, spec in ranked}
+    engine.supernet.card = engine.supernet.card.with_names(kinds)

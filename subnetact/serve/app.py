@@ -102,6 +102,7 @@ class ServeApp(BaseApp):
         names = {"name": name, "version": version}
         super().__init__(limits, tokens, allowed_hosts, values, batcher.close, names)
         self.batcher, self.slo_ms = batcher, slo_ms
+        self.titles = {str(i): one for i, one in enumerate(getattr(engine, "names", ()))}
         # The client of a cluster answers all rows of a request at once.
         self._infer_rows = getattr(batcher, "infer_rows", None) or partial(infer_rows, batcher)
         [output] = engine.run(0, [engine.sample], 1)
@@ -175,7 +176,7 @@ class ServeApp(BaseApp):
         served_by = {str(subnet): count for subnet, count in stats.served_by.items()}
         accuracy = {str(subnet): round(percent, 2) for subnet, percent in self.batcher.accuracy.items()}
         counts = {name: count for name, count in vars(stats).items() if isinstance(count, (int, float))}
-        facts = {"model": self.model.name, "slo_ms": self.slo_ms, "accuracy": accuracy}
+        facts = {"model": self.model.name, "slo_ms": self.slo_ms, "accuracy": accuracy, "names": self.titles}
         return {**facts, "time_s": time.monotonic(), **counts, "served_by": served_by}
 
     async def _infer_plain(self, exchange: Exchange) -> Response:

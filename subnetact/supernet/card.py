@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from subnetact.errors import SpecError
@@ -33,8 +34,22 @@ class Card:
             return space.check(subnet)
         named = self.subnets.get(subnet) if isinstance(subnet, str) else None
         if named is None and isinstance(subnet, str) and "=" not in subnet:
-            raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets)}")
+            raise SpecError(f"no subnet is called {subnet!r:.60}; choose from {', '.join(self.subnets):.999}")
         return space.parse(subnet) if named is None else named
+
+    def with_names(self, kinds: Mapping[SubnetSpec, str]) -> Card:
+        """Return a card in which all given subnets have names: those without get their kind and a number."""
+        named, numbers = set(self.subnets.values()), {kind: count() for kind in kinds.values()}
+        subnets = dict(self.subnets)
+        for spec, kind in kinds.items():
+            if spec not in named:
+                subnets[next(n for i in numbers[kind] if (n := f"{kind}-{i}") not in self.subnets)] = spec
+        return replace(self, subnets=subnets)
+
+    def names_of(self, specs: Sequence[SubnetSpec]) -> tuple[str, ...]:
+        """Return the name of each subnet; those without one are `subnet-0` and so on."""
+        named = self.with_names(dict.fromkeys(specs, "subnet")).subnets
+        return tuple(map({spec: name for name, spec in named.items()}.__getitem__, specs))
 
     def extended(
         self,

@@ -213,6 +213,37 @@ def test_an_engine_serves_the_folder_and_the_validator_and_the_card_read_it(
     assert main([str(tmp_path)]) == 2
 
 
+def test_names_stay_whoever_gave_them_and_subnets_without_one_get_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supernet = small_supernet("ofa_mbv3")
+    small, large, middle, other = supernet.space.sample(0, 4)
+    named = {small.key: small, "subnet-0": large, "mine": middle}  # earlier versions took keys as names
+    tables = {
+        name: subnetact.LatencyTable([small.key], [60.0], [2], [[ms]], stamp=stamp)
+        for name, ms, stamp in (("here", 2.5, {}), ("a", 3.5, {"device": "x"}), ("b", 4.5, {"device": "x"}))
+    }
+    figures = {small.key: {"accuracy": 60.0}}
+    supernet.save_pretrained(tmp_path / "f", subnets=named, quality=figures, tables=tables)
+    assert main([str(tmp_path / "f"), "--card"]) == 0
+    card = capsys.readouterr().out
+    assert "| accuracy | ms on here, batch 2 | ms on x, batch 2 | ms on x, batch 2, b |\n" in card
+    assert f"| {small.key} | " in card
+    assert "| 60 | 2.5 | 3.5 | 4.5 |" in card
+    options: Any = {"example": IMAGES, "allow_uncalibrated": True}
+    engine = subnetact.Engine(subnetact.from_pretrained(tmp_path / "f"), [other, middle, small], **options)
+    assert engine.names == ("subnet-1", "mine", small.key)
+    engine.save(tmp_path / "f")
+    again: Any = subnetact.from_pretrained(tmp_path / "f")
+    assert again.card.subnets == {**named, "subnet-1": other}
+    loaded = subnetact.Engine.load(tmp_path / "f", allow_uncalibrated=True)
+    assert (loaded.names, loaded.accuracy) == (engine.names, (None, None, 60.0))
+    sizes = [tensor.shape for tensor in supernet.extract(other).parameters()]
+    for name in ("subnet-1", other.key):
+        view = subnetact.from_pretrained(tmp_path / "f", subnet=name)
+        assert [tensor.shape for tensor in view.parameters()] == sizes
+
+
 def test_weights_in_several_files(saved: Path, tmp_path: Path) -> None:
     for name in ("torchvision", "decoder"):
         supernet: Any = subnetact.from_pretrained(saved / name)

@@ -27,6 +27,7 @@ import ofa_adapters
 import subnetact
 import subnetact.nas
 from subnetact.costs.model import CostModel
+from subnetact.elastic.__main__ import main as elastic
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.files.journal import Journal, signed
 from subnetact.latency.origin import count_stable
@@ -95,7 +96,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     table = table_in(tmp_path)
     assert len(table.subnets) == 5
-    assert printed.count("depth=") == 5
+    assert printed.count(" pareto-") + printed.count(" subnet-") == 5
     assert list(table.accuracy) == sorted(table.accuracy)
     assert table.stamp["accuracy_source"] == f"{FACTORY}:accuracy"
     assert table.stamp["calibrated_on"] == f"{FACTORY}:batches"
@@ -112,6 +113,48 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
     policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
     assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
+
+
+def test_a_bundle_has_short_names_that_say_which_subnets_are_of_the_pareto_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, arguments = tmp_path / "b", ("--batch-sizes", 1, 4, "--save-bundle", tmp_path / "b")
+    searched = ("--subnets", 6, "--accuracy", f"{FACTORY}:accuracy", "--fit-subnets", 0)
+    assert run(tmp_path, *arguments, *searched, "--calibrate-on", f"{FACTORY}:batches") == 0
+    table, engine = table_in(tmp_path), subnetact.Engine.load(bundle)
+    cells = {
+        name: (*ms, -percent)
+        for name, ms, percent in zip(engine.names, table.latency_ms, table.accuracy, strict=True)
+    }
+    for name, costs in cells.items():
+        beaten = any(all(a <= b for a, b in zip(o, costs, strict=True)) for o in cells.values() if o != costs)
+        assert name.startswith("subnet-" if beaten else "pareto-")
+    for kind in ("pareto", "subnet"):
+        ascending = [name for name in sorted(cells, key=cells.__getitem__) if name.startswith(kind)]
+        assert ascending == [f"{kind}-{i}" for i in range(len(ascending))]
+    x = torch.randn(2, 1, 16, 16)
+    for name, key in zip(engine.names, engine.keys, strict=True):
+        by_name: Any = subnetact.from_pretrained(bundle, subnet=name)
+        by_key: Any = subnetact.from_pretrained(bundle, subnet=key)
+        assert torch.equal(by_name(x), by_key(x))
+    with pytest.raises(SpecError, match="no subnet is called 'pareto-9'; choose from pareto-0, "):
+        subnetact.from_pretrained(bundle, subnet="pareto-9")
+    assert run(tmp_path, "--bundle", bundle, *arguments) == 0
+    assert subnetact.Engine.load(bundle).names == engine.names, "names stay when a bundle is profiled again"
+    printed = capsys.readouterr().out
+    assert all(f"  {name}\n" in printed for name in engine.names)
+    assert run(tmp_path, "--subnets", "random:3", *arguments[:3], "--save-bundle", tmp_path / "r") == 0
+    random_ones: Any = subnetact.from_pretrained(tmp_path / "r")
+    assert set(random_ones.card.subnets) == {"subnet-0", "subnet-1", "subnet-2"}
+    assert elastic([str(bundle)]) == 0
+    assert elastic([str(bundle), "--card"]) == 0
+    heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| subnet"))
+    assert heading.count("ms on") == 1, "the table for schedulers is of the same measurement"
+    processor = table.stamp["device_name"] or "cpu"
+    assert heading.endswith(
+        f"| ms on {processor}, batch 1, mode zero-copy, statistic p50, threads 1, dtype float32, "
+        "input_shape [1, 16, 16] |"
+    )
 
 
 def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:

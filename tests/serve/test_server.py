@@ -203,6 +203,7 @@ def test_the_status_page_gets_the_counts_of_the_batcher(server):
     assert set(re.findall(r"\bnow\.(\w+)", page)) <= set(now)
     assert set(re.findall(r'since\("(\w+)"\)', page)) <= set(now)
     assert now["accuracy"] == {"0": 60.0, "1": 72.0, "2": 82.0}
+    assert now["names"] == {"0": "subnet-0", "1": "subnet-1", "2": "subnet-2"}
     assert (now["model"], now["slo_ms"], now["workers"], now["workers_up"]) == ("digits", 36.0, 1, 1)
     assert now["time_s"] > before["time_s"]
     assert {name: now[name] - before[name] for name in ("submitted", "met", "late", "full")} == {
