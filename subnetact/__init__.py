@@ -49,7 +49,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors           115    54     41
     files            556    89      0
     device           113    10      8
-    command           61     8      6
+    command           88    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
@@ -66,8 +66,8 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     workers          560    96      0
     costs            286    65      4
     nas              558   196      6
-    profile         1272   242      1
-    serving         4990  1941     36
+    profile         1249   240      1
+    serving         5128  1983     36
     generation      1442   458     13
     export          1198   420      7
     demo             289    45      0
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32124  8894    225
+    all            32266  8936    227
 
 The README has a glossary of the words that are used here.
 """
