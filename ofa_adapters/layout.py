@@ -112,9 +112,10 @@ def block_axis(name: str, legal: Sequence[Any], depth: Axis, blocks: Iterable[tu
 
 
 def multiplier(size: int, base: int, width: Callable[[float], int] = make_divisible) -> float:
-    """Return the shortest multiplier that makes a `width` of `base` channels one of `size`."""
-    rounded = [round(size / base, digits) for digits in range(1, 5)]
-    return next((number for number in rounded if width(base * number) == size), size / base)
+    """Return the multiplier that makes a `width` of `base` channels one of `size`: exact, or the shortest."""
+    exact = size / base
+    rounded = [round(exact, digits) for digits in range(1, 5) if exact != round(exact, 3)]
+    return next((number for number in rounded if width(base * number) == size), exact)
 
 
 def plain(value: Any) -> Any:

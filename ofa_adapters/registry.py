@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ofa_adapters.checkpoint import match, parsed_config, read, require_finite, some, unwrap
@@ -222,12 +223,16 @@ def fitted(
     if wrong:
         used = {name: plain({**defaults, **constructor}[name]) for name in shown}
         biggest = {name: choices(used[name])[-1] for name in found.largest if name in shown}
-        other = [
-            f"{name}={value!r}{' at the largest' * (name in biggest)} (it was {used[name]!r})"
-            for name, value in shown.items()
-            if value not in (None, {**used, **biggest}[name])
+        other = {n: v for n, v in shown.items() if v not in (None, {**used, **biggest}[n])}
+        better = {**constructor, **{n: [v] if n in biggest else v for n, v in other.items()}}
+        with suppress(SpecError), torch.device("meta"):
+            _, left = match(found, better, _built(family, found, better)[0].state_dict(), tensors)
+            if sum(map(len, left.values())) >= sum(map(len, wrong.values())):
+                other = {}
+        lines = [
+            f"{n}={v!r}{' at the largest' * (n in biggest)} (it was {used[n]!r})" for n, v in other.items()
         ]
-        hint = _hint(recognised(tensors), family, other, wrong)
+        hint = _hint(recognised(tensors), family, lines, wrong)
         problems = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in wrong.items())
         raise CheckpointError(f"{subject} does not fit: {hint}. It has {problems}")
     return built, constructor, weights
@@ -266,7 +271,7 @@ def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[
     if set(wrong) == {"extra"}:
         return f"ignore={wrong['extra']!r:.200} loads it without the tensors that the family does not have"
     if set(wrong) == {"missing"}:
-        return "it is incomplete: fetch or save it again"
+        return "it lacks tensors: fetch it again, or save the whole network"
     return "check the constructor arguments that it was made with, and that the file is complete"
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import ofa_adapters
 from ofa_adapters import families, identify, load, upstream_state_dict
 from ofa_adapters.__main__ import main
-from ofa_adapters.registry import family_of
+from ofa_adapters.registry import family_of, fitted
 from subnetact import from_pretrained
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import CheckpointError, SpecError
@@ -217,7 +217,17 @@ def test_wrappers_extra_tensors_and_the_call_that_inspect_gives(
     torch.save(state, path)
     assert main(["inspect", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "it is incomplete: fetch or save it again. It has 1 missing: norm.weight" in said
+    assert (
+        "it lacks tensors: fetch it again, or save the whole network. It has 1 missing: norm.weight" in said
+    )
+
+
+@pytest.mark.parametrize("family", ["us_mobilenet_v2", "slimmable_resnet50", "ofa_mbv3", "ofa_proxyless"])
+def test_a_checkpoint_of_the_published_size_gets_no_arguments(family: str) -> None:
+    with torch.device("meta"):
+        state = upstream_state_dict(load(family))
+        _, constructor, _ = fitted(family, family, state, {})
+    assert constructor == {}
 
 
 @pytest.mark.parametrize("family", families())

@@ -136,11 +136,8 @@ RATE = "{requests} requests within {span_s:.4g} s, {mean_per_s:.6g} per second"
 def rate_of(arrivals: Floats) -> dict[str, Any]:
     """Return the number of requests, the time from the first to the last, s, and the mean rate per second."""
     span_s = float(np.ptp(arrivals)) / 1e3 if len(arrivals) else np.nan
-    return {
-        "requests": len(arrivals),
-        "span_s": span_s,
-        "mean_per_s": len(arrivals) / span_s if span_s else np.nan,
-    }
+    mean = len(arrivals) / span_s if span_s else np.nan
+    return {"requests": len(arrivals), "span_s": span_s, "mean_per_s": mean}
 
 
 def made_of(options: argparse.Namespace, arrivals: Floats, *tables: LatencyTable) -> dict[str, Any]:

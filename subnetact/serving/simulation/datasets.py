@@ -5,6 +5,7 @@ The JSON file beside each recorded trace names its source and licence.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from typing import Any
@@ -102,8 +103,8 @@ def load_trace(
     else:
         try:
             arrivals = from_timestamps(read_times(name, column, unit)) / scale
-        except OSError as error:
+        except (OSError, csv.Error) as error:
             raise TraceError(
-                f"trace: {name!r} is no file and not known; choose from {', '.join(TRACES)}"
+                f"trace: {name!r} is no readable file and not known; choose from {', '.join(TRACES)}"
             ) from error
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]

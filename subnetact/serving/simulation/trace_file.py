@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,17 +43,16 @@ def read_times(name: str, column: str | int | None = None, unit: str | None = No
     at = places[wanted]
     stated = _NAMED_UNIT.search(first[at]) if header else None
     cells = [row[at].strip() if at < len(row) else "" for row in (rest if header else (first, *rest))]
+    dated = bool(cells) and ":" in cells[0]
     try:
-        return np.array(cells, dtype=np.float64) * UNITS_MS[unit or (stated[1] if stated else "ms")]
+        values: Any = np.array(
+            [cell.removesuffix("Z") for cell in cells], "datetime64[ns]" if dated else "f8"
+        )
     except ValueError as error:
-        try:
-            dates = np.array([cell.removesuffix("Z") for cell in cells], dtype="datetime64[ns]")
-            if np.isnat(dates).any():
-                raise error  # an empty cell
-        except ValueError:
-            raise TraceError(
-                f"trace: column {wanted} of {name} holds no times ({error}); give numbers, in the unit that "
-                "unit (--unit) names, or dates such as 2026-01-31 12:00:00.5"
-            ) from error
-        milliseconds: Floats = (dates - dates[0]) / np.timedelta64(1, "ms")
-        return milliseconds
+        raise TraceError(
+            f"trace: column {wanted} of {name} holds no times ({error}); give numbers, in the unit that "
+            "unit (--unit) names, or dates such as 2026-01-31 12:00:00.5"
+        ) from error
+    if dated:
+        return (values - values[0]) / np.timedelta64(1, "ms")  # type: ignore[no-any-return]
+    return values * UNITS_MS[unit or (stated[1] if stated else "ms")]  # type: ignore[no-any-return]
