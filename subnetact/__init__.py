@@ -56,7 +56,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     operators       2213   739     18
     supernet        2934   838      5
     insertion       4077   876     12
-    ofa_adapters    2590   506      7
+    ofa_adapters    2588   506      7
     digits           136    18      7
     calibration      703   149      1
     latency          517   247      5
@@ -67,7 +67,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            286    65      4
     nas              558   196      6
     profile         1249   240      1
-    serving         5128  1983     36
+    serving         5126  1983     36
     generation      1442   458     13
     export          1198   420      7
     demo             289    45      0
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32374  8952    227
+    all            32370  8952    227
 
 The README has a glossary of the words that are used here.
 """

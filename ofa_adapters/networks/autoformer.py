@@ -16,12 +16,8 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, block_axis, choices
-from ofa_adapters.networks.vision_transformer import (
-    HEAD_FEATURES,
-    SHOWN,
-    VisionTransformer,
-    transformer_elastic,
-)
+from ofa_adapters.networks import vision_transformer
+from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect
 from subnetact.space import Axis, AxisValues
@@ -254,7 +250,7 @@ FAMILY = Family(
     licence="MIT",
     recognises=lambda keys: keys.have(r"^patch_embed_super\."),
     shown={
-        **SHOWN,
+        **vision_transformer.SHOWN,
         "mlp_ratio": lambda shapes, _: shapes.size(HIDDEN) / shapes.size(HIDDEN, 1),
         "qkv_bias": lambda shapes, _: "blocks.0.qkv.bias" in shapes,
         "relative_position": lambda shapes, _: TABLE in shapes,

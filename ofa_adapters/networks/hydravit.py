@@ -17,12 +17,8 @@ from torch import nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
-from ofa_adapters.networks.vision_transformer import (
-    HEAD_FEATURES,
-    SHOWN,
-    VisionTransformer,
-    transformer_elastic,
-)
+from ofa_adapters.networks import vision_transformer
+from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, Segments
 from subnetact.space import Axis, AxisValues
@@ -102,5 +98,5 @@ FAMILY = Family(
     recognises=lambda keys: keys.have(r"^blocks\.\d+\.attn\.qkv\.", r"^patch_embed\.proj\.", r"^cls_token$"),
     ordinary="a vision transformer of timm",
     checkpoints=("the files of doi.org/10.5281/zenodo.14300201",),
-    shown=SHOWN,
+    shown=vision_transformer.SHOWN,
 )
