@@ -69,11 +69,11 @@ def read(path: StrPath) -> dict[str, Tensor]:
     except FileFormatError as error:
         raise CheckpointError(str(error)) from error
     except Exception as error:  # A damaged pickle can raise anything; torch's text advises to trust the file.
-        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        refused = re.search(r"(?<=GLOBAL )[\w.]+|TorchScript", str(error))
         problem = "truncated or damaged; fetch or save it again"
         if refused:
             problem = (
-                f"holds more than tensors ({refused[1]}), as torch.save(model, ...) writes; where its "
+                f"holds more than tensors ({refused[0]}), as torch.save(model, ...) writes; where its "
                 "class is trusted, save the state_dict: torch.save(model.state_dict(), ...)"
             )
         raise CheckpointError(f"{path}: {problem}") from None

@@ -256,8 +256,10 @@ def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
 
 def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[str, list[str]]) -> str:
     """Return what to do about a checkpoint that does not fit; `other` are arguments that its tensors show."""
+    if other and looks_like in (None, family):
+        return f"give the constructor arguments that its tensors show: {', '.join(other)}"
     if looks_like is None:
-        return f"it looks like no upstream checkpoint of {', '.join(ALL)}"
+        return f"it looks like no upstream checkpoint of {', '.join(ALL)}; check the family"
     ordinary = family_of(looks_like).ordinary
     if looks_like != family and ordinary:
         return (
@@ -266,8 +268,6 @@ def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[
         )
     if looks_like != family:
         return f"it looks like {looks_like}: load it as that family"
-    if other:
-        return f"give the constructor arguments that its tensors show: {', '.join(other)}"
     if set(wrong) == {"extra"}:
         return f"ignore={wrong['extra']!r:.200} loads it without the tensors that the family does not have"
     if set(wrong) == {"missing"}:

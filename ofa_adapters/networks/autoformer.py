@@ -252,10 +252,10 @@ FAMILY = Family(
     shown={
         **vision_transformer.SHOWN,
         "mlp_ratio": lambda shapes, _: shapes.size(HIDDEN) / shapes.size(HIDDEN, 1),
-        "qkv_bias": lambda shapes, _: "blocks.0.qkv.bias" in shapes,
-        "relative_position": lambda shapes, _: TABLE in shapes,
+        "qkv_bias": lambda shapes, _: shapes.layers("blocks") > 0 and "blocks.0.qkv.bias" in shapes,
+        "relative_position": lambda shapes, _: shapes.layers("blocks") > 0 and TABLE in shapes,
         "max_relative_position": lambda shapes, _: shapes.size(TABLE) // 2 - 1,
-        "abs_pos": lambda shapes, _: "pos_embed" in shapes,
+        "abs_pos": lambda shapes, _: shapes.layers("blocks") > 0 and "pos_embed" in shapes,
     },
     checkpoints=("supernet-tiny.pth", "supernet-small.pth", "supernet-base.pth"),
 )
