@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from papers.optimum import exact_optimum
 from scheduling_report import report
-from simulation_figures import plot_comparison, plot_dynamics
+from simulation_figures import plot_dynamics
 from tqdm import tqdm
 
 from subnetact import __version__
@@ -43,6 +43,7 @@ from subnetact.serving.policies import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.simulation.datasets import trace_series
+from subnetact.serving.simulation.figure import plot_comparison
 from subnetact.serving.simulation.simulator import WorkerEvent
 from subnetact.serving.simulation.traces import from_counts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,7 @@ from matplotlib.figure import Figure
 from subnetact import LatencyTable
 from subnetact.serving import SimulationResult
 
-__all__ = ["plot_comparison", "plot_dynamics"]
-
-
-def plot_comparison(results: Mapping[str, SimulationResult], path: Path, title: str, bound: float) -> None:
-    """Draw SLO attainment against mean serving accuracy, one point per policy, and a bound on accuracy, %."""
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for at, (name, result) in enumerate(results.items()):
-        if result.met:
-            axes.scatter(result.mean_accuracy, result.attainment, marker="o" if at % 2 else "D", label=name)
-    axes.axvline(bound, color="0.6", linestyle=":", label="fluid bound (effective accuracy)")
-    axes.set(xlabel="mean serving accuracy (%)", ylabel="SLO attainment", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", loc="best")
-    figure.savefig(path, dpi=130)
+__all__ = ["plot_dynamics"]
 
 
 def plot_dynamics(

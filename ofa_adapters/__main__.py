@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from ofa_adapters.checkpoint import match, read
-from ofa_adapters.registry import families, family_of, language_models, recognised
+from ofa_adapters.checkpoint import read
+from ofa_adapters.registry import families, family_of, fitted, language_models, recognised
 from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
 
@@ -57,19 +57,13 @@ def inspect(path: str) -> int:
         print(f"if it was trained as {name}, published at {family.source} ({family.licence}):")
     else:
         print(f"looks like {name}, published at {family.source} ({family.licence})")
-    constructor = family.infer(tensors, {})
     try:
         with torch.device("meta"):
-            network, _, _ = family.build(**constructor)
-    except SpecError as error:
-        print(f"load needs its constructor arguments: {error}")
-        return 0
-    _, wrong = match(family, network.state_dict(), tensors)
-    given = "".join(f", {key}={value!r}" for key, value in constructor.items())
-    if wrong:
-        print(f"differs from the default network, so load needs its constructor arguments: {wrong}")
-    else:
-        print(f"fits: ofa_adapters.load({name!r}, {path!r}{given})")
+            _, constructor, _ = fitted(name, path, tensors, {})
+        needed = "".join(f", {key}={value!r}" for key, value in constructor.items())
+        print(f"fits: ofa_adapters.load({name!r}, {path!r}{needed})")
+    except (CheckpointError, SpecError) as error:
+        print(f"load needs constructor arguments: {error}" if isinstance(error, SpecError) else error)
     return 0
 
 

@@ -20,7 +20,7 @@ from subnetact.files.documents import StrPath, parse_json
 from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["match", "parsed_config", "read", "require_finite", "sizes_in", "unwrap"]
+__all__ = ["match", "parsed_config", "read", "require_finite", "some", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = (MODEL, "pytorch_model.bin")
@@ -68,11 +68,15 @@ def read(path: StrPath) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: no such file") from error
     except FileFormatError as error:
         raise CheckpointError(str(error)) from error
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(
-            f"{path}: truncated, or holds more than tensors ({error}); fetch it again, or load a file of the "
-            "state_dict alone (torch.save({'state_dict': model.state_dict()}, ...))"
-        ) from error
+    except Exception as error:  # A damaged pickle can raise anything; torch's text advises to trust the file.
+        refused = re.search(r"(?<=GLOBAL )[\w.]+|TorchScript", str(error))
+        problem = "truncated or damaged; fetch or save it again"
+        if refused:
+            problem = (
+                f"holds more than tensors ({refused[0]}), as torch.save(model, ...) writes; where its "
+                "class is trusted, save the state_dict: torch.save(model.state_dict(), ...)"
+            )
+        raise CheckpointError(f"{path}: {problem}") from None
     tensors = unwrap(content, str(path))
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
     if claimed > SMALL_BYTES + SHARED * size:
@@ -92,19 +96,31 @@ def parsed_config(directory: StrPath, name: str = "config.json") -> dict[str, An
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
-    """Return the state_dict inside the wrappers `state_dict` and `model`, if its tensors can be used."""
+    """Return the state_dict in `state_dict`, `model` or the only mapping of tensors, if it can be used."""
     for _ in range(MOST_WRAPPERS):
-        wrapped = [content.get(name) for name in _WRAPPERS] if isinstance(content, Mapping) else []
-        content = next((part for part in wrapped if isinstance(part, Mapping)), content)
+        parts = content if isinstance(content, Mapping) else {}
+        inside = [name for name in _WRAPPERS if isinstance(parts.get(name), Mapping)][:1] or [
+            name
+            for name, part in parts.items()
+            if isinstance(part, Mapping) and part and all(isinstance(t, Tensor) for t in part.values())
+        ]
+        if not inside or any(isinstance(part, Tensor) and part.ndim for part in parts.values()):
+            break
+        if len(inside) > 1:
+            raise CheckpointError(
+                f"{subject}: holds several state_dicts, {some([repr(name) for name in inside])}; load one of "
+                f"them: torch.load(FILE, weights_only=True)[{inside[0]!r}]"
+            )
+        content = content[inside[0]]
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
     others = [str(k) for k, v in content.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
     if others or not content:
-        what = f"entries that are not tensors: {_some(others)}" if others else "nothing"
+        what = f"entries that are not tensors: {some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
     unusable = [f"{key} is {fault}" for key, tensor in content.items() if (fault := _fault(tensor))]
     if unusable:
-        raise CheckpointError(f"{subject}: {_some(unusable)}; save ordinary dense tensors of real numbers")
+        raise CheckpointError(f"{subject}: {some(unusable)}; save ordinary dense tensors of real numbers")
     return dict(content)
 
 
@@ -119,23 +135,10 @@ def _fault(tensor: Tensor) -> str | None:
     return next((fault for fault, found in faults.items() if found), None)
 
 
-def sizes_in(family: Family, tensors: Mapping[str, Tensor], **where: str | tuple[str, int]) -> dict[str, Any]:
-    """Return the sizes of stacks of layers, and of axes of tensors, by name; what is missing is left out."""
-    shapes = {family.rename(key.removeprefix("module.")): tensor.shape for key, tensor in tensors.items()}
-    sizes: dict[str, Any] = {}
-    for name, place in where.items():
-        if isinstance(place, str):
-            layers = [int(at[1]) for key in shapes if (at := re.match(rf"{place}\.(\d+)\.", key))]
-            sizes |= {name: max(layers) + 1} if layers else {}
-        elif len(shape := shapes.get(place[0], ())) > place[1]:
-            sizes[name] = shape[place[1]]
-    return sizes
-
-
 def match(
-    family: Family, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors under the network's names, and what does not fit, empty if all do."""
+    family: Family, constructor: Mapping[str, Any], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the tensors under the network's names, and what does not fit by its kind, in upstream's."""
     given: dict[str, Tensor] = {}
     source: dict[str, str] = {}
     twice: list[str] = []
@@ -151,8 +154,9 @@ def match(
     tied = {storage_id(own[n]) for n in given if n in own}  # Checkpoints leave out tied output layers.
     both = [(n, t, own[n]) for n, t in given.items() if n in own]
     shapes = [(n, tuple(t.shape), tuple(mine.shape)) for n, t, mine in both]
+    missing = [n for n in own if n not in given and n not in counts and storage_id(own[n]) not in tied]
     wrong = {
-        "missing": [n for n in own if n not in given and n not in counts and storage_id(own[n]) not in tied],
+        "missing": list(map(family.upstream(constructor), missing)),
         "extra": [source[n] for n in given if n not in own],
         "of another shape": [f"{source[n]} {a} should be {b}" for n, a, b in shapes if a != b],
         "of another kind of numbers": [
@@ -162,7 +166,7 @@ def match(
         ],
         "given twice": twice,
     }
-    return given, "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
+    return given, {what: names for what, names in wrong.items() if names}
 
 
 def require_finite(subject: str, tensors: Mapping[str, Tensor]) -> None:
@@ -170,11 +174,12 @@ def require_finite(subject: str, tensors: Mapping[str, Tensor]) -> None:
     wild = [n for n, t in tensors.items() if t.is_floating_point() and not t.float().isfinite().all()]
     if wild:
         raise CheckpointError(
-            f"{subject}: {len(wild)} tensors have values that are NaN or infinite: {_some(wild)}. "
+            f"{subject}: {len(wild)} tensors have values that are NaN or infinite: {some(wild)}. "
             "The training diverged, or the file is damaged; allow_nonfinite=True loads it all the same"
         )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first of the names as text, and how many more there are."""
     more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more

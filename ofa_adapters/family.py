@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from ofa_adapters.features import Encoding
 from subnetact.files.documents import StrPath
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
 
-__all__ = ["Built", "Family", "Keys", "Names"]
+__all__ = ["Built", "Family", "Keys", "Names", "Shapes"]
 
 Built: TypeAlias = tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]
 """The plain network at full size, its search space, and the elastic description that `insert_` takes."""
@@ -42,6 +42,21 @@ class Keys(tuple[str, ...]):
         return all(any(re.search(pattern, key) for key in self) for pattern in patterns)
 
 
+class Shapes(dict[str, Size]):
+    """The shapes in a checkpoint, under upstream's names and under those of the plain network."""
+
+    __slots__ = ()
+
+    def size(self, pattern: str, axis: int = 0) -> int:
+        """Return the largest size of an axis of tensors with such names; ValueError if there are none."""
+        fits = [shape for key, shape in self.items() if len(shape) > axis and re.fullmatch(pattern, key)]
+        return max(shape[axis] for shape in fits if shape[axis])
+
+    def layers(self, path: str) -> int:
+        """Return the number of layers of a stack; ValueError if there are none."""
+        return 1 + max(int(at[1]) for key in self if (at := re.match(rf"{path}\.(\d+)\.", key)))
+
+
 @dataclass(frozen=True)
 class Family:
     """One published family.
@@ -63,8 +78,10 @@ class Family:
         completed: takes a state_dict with upstream's names; returns it with the tensors that upstream's code
             wants and the network does not have. By default, there are none.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
-        infer: takes the tensors and the constructor arguments that were given; returns the arguments
-            completed with what the tensors reveal. By default, nothing is inferred.
+        shown: the constructor arguments that tensors show, by their names, each with a function of the shapes
+            (see `Shapes`) and of the arguments that were given; None if these shapes do not show it.
+        largest: the arguments of which `shown` gives the largest choice only. They are not completed, but
+            errors name them.
         convert: takes the tensors of a checkpoint; returns them as the network has them, if several tensors
             there are one here. By default, they stay as they are.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
@@ -91,7 +108,8 @@ class Family:
     dialect: Callable[[Mapping[str, Any]], Names] = lambda _: ()
     completed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     unused: str | None = None
-    infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] = lambda _, given: dict(given)
+    shown: Mapping[str, Callable[[Shapes, Mapping[str, Any]], Any]] = field(default_factory=dict)
+    largest: tuple[str, ...] = ()
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
     settings: Callable[[StrPath], dict[str, Any]] | None = None
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +12,10 @@ from torch import nn
 from ofa_adapters.family import Built
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, SubnetNorm, WeightSlice
-from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
+from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
 from subnetact.spec import shown
 
-__all__ = ["Layout", "block_axis", "choices", "conv_norm", "plain", "weights_dtype"]
+__all__ = ["Layout", "block_axis", "choices", "conv_norm", "multiplier", "plain", "weights_dtype"]
 
 LARGEST_CHOICE = 8192
 """The largest number in a list of choices, and the most numbers in it."""
@@ -109,6 +109,13 @@ def block_axis(name: str, legal: Sequence[Any], depth: Axis, blocks: Iterable[tu
         when = None if keeping == depths else UsedWhen(depth.name, stage, keeping)
         slots.append(Slot(f"block{i}", tuple(legal), when))
     return Axis(name, tuple(slots))
+
+
+def multiplier(size: int, base: int, width: Callable[[float], int] = make_divisible) -> float:
+    """Return the multiplier that makes a `width` of `base` channels one of `size`: exact, or the shortest."""
+    exact = size / base
+    rounded = [round(exact, digits) for digits in range(1, 5) if exact != round(exact, 3)]
+    return next((number for number in rounded if width(base * number) == size), exact)
 
 
 def plain(value: Any) -> Any:

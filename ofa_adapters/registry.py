@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ofa_adapters.checkpoint import match, parsed_config, read, require_finite, unwrap
-from ofa_adapters.family import Built, Family, Keys
+from ofa_adapters.checkpoint import match, parsed_config, read, require_finite, some, unwrap
+from ofa_adapters.family import Built, Family, Keys, Shapes
 from ofa_adapters.features import Features
-from ofa_adapters.layout import plain
+from ofa_adapters.layout import choices, plain
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
@@ -89,6 +92,7 @@ def load(
     checkpoint: str | PathLike[str] | Mapping[str, Any] | None = None,
     *,
     allow_nonfinite: bool = False,
+    ignore: Sequence[str] = (),
     **constructor: Any,
 ) -> Supernet:
     """Build the supernet of a family and fill it with a checkpoint.
@@ -97,11 +101,14 @@ def load(
         family: one of `families()` or `language_models()`.
         checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved) or a
             state_dict with upstream's names. If None, the weights are random. Files are read without running
-            code from them.
+            code from them. A state_dict may be inside `state_dict` or `model`, or under any name if it is the
+            only one.
         allow_nonfinite: whether weights of the checkpoint may be NaN or infinite.
+        ignore: names of tensors in the checkpoint that are left out, or patterns of names such as "ema.*".
         constructor: upstream's constructor arguments, which `ofa_adapters.networks` and `build` in the
-            family's module explain. Arguments that are not given have the family's defaults, or the values
-            that the checkpoint's tensors or its `config.json` reveal.
+            family's module explain. Arguments that are not given have the values that the checkpoint's
+            `config.json` states or its tensors show, such as the number of classes and the width, or else
+            the family's defaults.
 
     Returns:
         The supernet, in evaluation mode, on the CPU.
@@ -131,14 +138,11 @@ def load(
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
-    if tensors is not None:
-        tensors = found.convert(tensors)
-        constructor = found.infer(tensors, constructor)
-    network, space, elastic = _built(family, found, constructor)
-    if tensors is not None:
-        weights, wrong = match(found, network.state_dict(), tensors)
-        if wrong:
-            raise CheckpointError(f"{subject} does not fit: {wrong}. {_hint(recognised(tensors), family)}")
+    if tensors is None:
+        network, space, elastic = _built(family, found, constructor)
+    else:
+        kept = {k: t for k, t in tensors.items() if not any(fnmatchcase(k, name) for name in ignore)}
+        (network, space, elastic), constructor, weights = fitted(family, subject, kept, constructor)
         if not allow_nonfinite:
             require_finite(subject, weights)
         network.load_state_dict(weights, strict=False)  # Those that are tied to others may be missing.
@@ -194,6 +198,46 @@ def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
     return found.completed({upstream(name): tensor for name, tensor in state.items()})
 
 
+def fitted(
+    family: str, subject: str, tensors: Mapping[str, Tensor], given: Mapping[str, Any]
+) -> tuple[Built, dict[str, Any], dict[str, Tensor]]:
+    """Build a family for a checkpoint; return it, its constructor arguments, and the tensors by its names.
+
+    Raises:
+        CheckpointError: the tensors are not those of the network.
+        SpecError: the family cannot take the value of a constructor argument.
+    """
+    found = family_of(family)
+    defaults = {name: plain(a.default) for name, a in inspect.signature(found.build).parameters.items()}
+    tensors = found.convert(tensors)
+    bare = {key.removeprefix("module."): tensor.shape for key, tensor in tensors.items()}
+    shapes = Shapes({**bare, **{found.rename(key): shape for key, shape in bare.items()}})
+    shown: dict[str, Any] = {}
+    for name, rule in found.shown.items():
+        with suppress(ValueError, ArithmeticError):  # The tensors that it is read from are missing.
+            shown[name] = rule(shapes, given)
+    needed = {n: v for n, v in shown.items() if v not in (None, defaults[n]) and n not in found.largest}
+    constructor = {**needed, **given}
+    built = _built(family, found, constructor)
+    weights, wrong = match(found, constructor, built[0].state_dict(), tensors)
+    if wrong:
+        used = {name: plain({**defaults, **constructor}[name]) for name in shown}
+        biggest = {name: choices(used[name])[-1] for name in found.largest if name in shown}
+        other = {n: v for n, v in shown.items() if v not in (None, {**used, **biggest}[n])}
+        better = {**constructor, **{n: [v] if n in biggest else v for n, v in other.items()}}
+        with suppress(SpecError), torch.device("meta"):
+            _, left = match(found, better, _built(family, found, better)[0].state_dict(), tensors)
+            if sum(map(len, left.values())) >= sum(map(len, wrong.values())):
+                other = {}
+        lines = [
+            f"{n}={v!r}{' at the largest' * (n in biggest)} (it was {used[n]!r})" for n, v in other.items()
+        ]
+        hint = _hint(recognised(tensors), family, lines, wrong)
+        problems = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in wrong.items())
+        raise CheckpointError(f"{subject} does not fit: {hint}. It has {problems}")
+    return built, constructor, weights
+
+
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
     for name, value in constructor.items():
         whole, counts = type(plain(value)) is int, name in ("n_classes", "num_classes", "num_labels")
@@ -210,19 +254,25 @@ def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
         raise SpecError(f"{family}: cannot be built with {given[:200]} ({error})") from error
 
 
-def _hint(looks_like: str | None, family: str) -> str:
-    check = "Check the family, the constructor arguments it was made with, and that the file is complete"
-    if looks_like == family:
-        return check.replace("the family, ", "")
+def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[str, list[str]]) -> str:
+    """Return what to do about a checkpoint that does not fit; `other` are arguments that its tensors show."""
+    if other and looks_like in (None, family):
+        return f"give the constructor arguments that its tensors show: {', '.join(other)}"
     if looks_like is None:
-        return f"It looks like no upstream checkpoint of {', '.join(ALL)}. {check}"
+        return f"it looks like no upstream checkpoint of {', '.join(ALL)}; check the family"
     ordinary = family_of(looks_like).ordinary
-    if ordinary:
+    if looks_like != family and ordinary:
         return (
-            f"It has the names of {ordinary}: if it was trained as {looks_like}, load it as that family; if "
+            f"it has the names of {ordinary}: if it was trained as {looks_like}, load it as that family; if "
             "not, make the ordinary model elastic with subnetact.insert_(model, example=x)"
         )
-    return f"It looks like {looks_like}: load it as that family"
+    if looks_like != family:
+        return f"it looks like {looks_like}: load it as that family"
+    if set(wrong) == {"extra"}:
+        return f"ignore={wrong['extra']!r:.200} loads it without the tensors that the family does not have"
+    if set(wrong) == {"missing"}:
+        return "it lacks tensors: fetch it again, or save the whole network"
+    return "check the constructor arguments that it was made with, and that the file is complete"
 
 
 def encode(

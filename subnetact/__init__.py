@@ -49,14 +49,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors           115    54     41
     files            556    89      0
     device           113    10      8
-    command           61     8      6
+    command           88    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
     operators       2213   739     18
     supernet        2945   840      5
     insertion       4077   876     12
-    ofa_adapters    2482   490      7
+    ofa_adapters    2588   506      7
     digits           136    18      7
     calibration      703   150      1
     latency          517   247      5
@@ -66,8 +66,8 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     workers          560    96      0
     costs            286    65      4
     nas              558   196      6
-    profile         1281   247      1
-    serving         4990  1941     36
+    profile         1258   245      1
+    serving         5126  1983     36
     generation      1442   458     13
     export          1198   420      7
     demo             289    45      0
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32154  8905    225
+    all            32400  8963    227
 
 The README has a glossary of the words that are used here.
 """

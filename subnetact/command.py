@@ -1,4 +1,4 @@
-"""What all commands share: help, JSON as an option, and a quiet end on Ctrl-C and closed pipes."""
+"""What all commands share: help, JSON and users' own code as options, and a quiet end on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NoReturn
 
-from subnetact.errors import SubnetActError, UserCodeError
+from subnetact.errors import SpecError, SubnetActError, UserCodeError
 from subnetact.files.documents import parse_json
 
 __all__ = [
     "INTERRUPTED",
     "NOBODY_READS",
     "OptionFormatter",
+    "import_name",
     "json_object",
     "reported",
     "run_command",
+    "user_code",
 ]
 
 INTERRUPTED = 130
@@ -83,3 +87,32 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object such as '{{\"n_classes\": 10}}'")
     return found
+
+
+def import_name(name: str) -> Any:
+    """Return what `pkg.mod:attribute` names."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise SpecError(f"{name!r} cannot be imported: write pkg.mod:name, a module and a name in it")
+    try:
+        with user_code(f"importing {module!r}", passing=(ImportError,)):
+            imported = import_module(module)
+        return getattr(imported, attribute)
+    except AttributeError as error:
+        raise SpecError(f"{name!r} cannot be imported ({error})") from error
+    except ImportError as error:
+        raise SpecError(
+            f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
+            "folder in PYTHONPATH"
+        ) from error
+
+
+@contextmanager
+def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise UserCodeError for every error inside the block, apart from those of `passing`; `what` was run."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (UserCodeError, *passing)):
+            raise
+        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}") from error

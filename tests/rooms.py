@@ -24,7 +24,7 @@ INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning"
 """Rooms whose folders have an order of their own: a folder may import only from those before it."""
 BY_COMPUTED_NAME = {
     "ofa_adapters.registry": {"ofa_adapters.networks"},
-    "subnetact.profile.source": set[str](),  # Users name modules of their own.
+    "subnetact.command": set[str](),  # Users name modules of their own.
 }
 """Modules that call `import_module` with a computed name, and what of the packages they import this way."""
 

@@ -300,6 +300,7 @@ FAMILY = Family(
     recognises=lambda keys: keys.have(r"^last_conv\.", r"^blocks\.0\.mobile_inverted_conv\."),
     checkpoints=("attentive_nas_pretrained.pth.tar", "alphanet_pretrained.pth.tar"),
     unused=r"\.bn_tracking\.",
+    shown={"n_classes": lambda shapes, _: shapes.size("classifier.weight")},
     calibration=CUMULATIVE_UNBIASED,
     encodings={"acc_predictor": raw_features},
 )

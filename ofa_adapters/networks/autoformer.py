@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, block_axis, choices
+from ofa_adapters.networks import vision_transformer
 from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect
@@ -229,6 +230,8 @@ def build(
     return layout.built(VisionTransformer(arguments, qkv, mlp_ratio, EPS, *drops, *settings))
 
 
+TABLE, HIDDEN = "blocks.0.position.key_vertical", r"blocks.\d+.fc1.weight"
+
 FAMILY = Family(
     build,
     names=(
@@ -246,5 +249,13 @@ FAMILY = Family(
     source="microsoft/Cream, AutoFormer",
     licence="MIT",
     recognises=lambda keys: keys.have(r"^patch_embed_super\."),
+    shown={
+        **vision_transformer.SHOWN,
+        "mlp_ratio": lambda shapes, _: shapes.size(HIDDEN) / shapes.size(HIDDEN, 1),
+        "qkv_bias": lambda shapes, _: shapes.layers("blocks") > 0 and "blocks.0.qkv.bias" in shapes,
+        "relative_position": lambda shapes, _: shapes.layers("blocks") > 0 and TABLE in shapes,
+        "max_relative_position": lambda shapes, _: shapes.size(TABLE) // 2 - 1,
+        "abs_pos": lambda shapes, _: shapes.layers("blocks") > 0 and "pos_embed" in shapes,
+    },
     checkpoints=("supernet-tiny.pth", "supernet-small.pth", "supernet-base.pth"),
 )

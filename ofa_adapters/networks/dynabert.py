@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.checkpoint import sizes_in
-from ofa_adapters.family import Built, Family
+from ofa_adapters.family import Built, Family, Shapes
 from ofa_adapters.layout import Layout, choices
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
@@ -200,25 +199,13 @@ class DynaBertLayout(Layout):
         return elastic
 
 
-def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the constructor arguments that were given with sizes from the tensors."""
-    found = sizes_in(
-        FAMILY,
-        tensors,
-        vocab_size=("words.weight", 0),
-        hidden_size=("words.weight", 1),
-        max_position_embeddings=("positions.weight", 0),
-        type_vocab_size=("types.weight", 0),
-        intermediate_size=("layers.0.intermediate.weight", 0),
-        num_labels=("classifier.weight", 0),
-        num_hidden_layers="layers",
-    )
-    if any(re.match(r"(module\.)?(roberta\.|classifier\.out_proj\.)", key) for key in tensors):
-        found.update(model_type="roberta", layer_norm_eps=1e-5)
-    hidden = given.get("hidden_size", found.get("hidden_size", 0))
-    if hidden and hidden % HEAD_FEATURES == 0:
-        found["num_attention_heads"] = hidden // HEAD_FEATURES
-    return {**found, **given}
+def _is_roberta(shapes: Shapes) -> bool:
+    return any(re.match(r"roberta\.|classifier\.out_proj\.", key) for key in shapes)
+
+
+def _usual_heads(shapes: Shapes, given: Mapping[str, Any]) -> Any:
+    width = given.get("hidden_size") or shapes.size("words.weight", 1)
+    return given.get("num_attention_heads", None if width % HEAD_FEATURES else width // HEAD_FEATURES)
 
 
 BERT = (
@@ -256,7 +243,18 @@ FAMILY = Family(
     ordinary="a BERT or RoBERTa",
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
     unused=r"position_ids$|^cls\.|^lm_head\.|^roberta\.pooler\.",
-    infer=infer,
+    shown={
+        "vocab_size": lambda shapes, _: shapes.size("words.weight"),
+        "hidden_size": lambda shapes, _: shapes.size("words.weight", 1),
+        "max_position_embeddings": lambda shapes, _: shapes.size("positions.weight"),
+        "type_vocab_size": lambda shapes, _: shapes.size("types.weight"),
+        "intermediate_size": lambda shapes, _: shapes.size("layers.0.intermediate.weight"),
+        "num_labels": lambda shapes, _: shapes.size("classifier.weight"),
+        "num_hidden_layers": lambda shapes, _: shapes.layers("layers"),
+        "num_attention_heads": _usual_heads,
+        "model_type": lambda shapes, _: "roberta" if _is_roberta(shapes) else None,
+        "layer_norm_eps": lambda s, given: given.get("layer_norm_eps", 1e-5 if _is_roberta(s) else None),
+    },
     input_shape=(128,),
     input_dtype="int64",
 )

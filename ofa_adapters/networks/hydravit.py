@@ -9,16 +9,15 @@ Source: HydraViT (Haberer et al., NeurIPS 2024); ds-kiel/HydraViT, timm/models/h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from ofa_adapters.checkpoint import sizes_in
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import Layout, choices
+from ofa_adapters.networks import vision_transformer
 from ofa_adapters.networks.vision_transformer import HEAD_FEATURES, VisionTransformer, transformer_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, Segments
@@ -87,26 +86,6 @@ def build(
     return HydraViTLayout(trained, embed_dim, depth).built(network)
 
 
-def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the constructor arguments that were given with sizes from the tensors."""
-    found = sizes_in(
-        FAMILY,
-        tensors,
-        embed_dim=("patch_embed.weight", 0),
-        in_chans=("patch_embed.weight", 1),
-        patch_size=("patch_embed.weight", 3),
-        positions=("pos_embed", 1),
-        num_classes=("head.weight", 0),
-        depth="blocks",
-    )
-    if "embed_dim" in found:
-        found["num_heads"] = found["embed_dim"] // HEAD_FEATURES
-    positions = found.pop("positions", 0)
-    if positions > 1 and "patch_size" in found:
-        found["img_size"] = math.isqrt(positions - 1) * found["patch_size"]
-    return {**found, **given}
-
-
 FAMILY = Family(
     build,
     names=(
@@ -119,5 +98,5 @@ FAMILY = Family(
     recognises=lambda keys: keys.have(r"^blocks\.\d+\.attn\.qkv\.", r"^patch_embed\.proj\.", r"^cls_token$"),
     ordinary="a vision transformer of timm",
     checkpoints=("the files of doi.org/10.5281/zenodo.14300201",),
-    infer=infer,
+    shown=vision_transformer.SHOWN,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -9,8 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import Built, Names
-from ofa_adapters.layout import Layout, block_axis, conv_norm
+from ofa_adapters.family import Built, Names, Shapes
+from ofa_adapters.layout import Layout, block_axis, conv_norm, multiplier
 from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
@@ -208,6 +209,29 @@ def mbconv_elastic(
     }
 
 
+def _kernels(shapes: Shapes, given: Mapping[str, Any]) -> list[int] | None:
+    if given.get("kernel_transform_mode", 1) is None:
+        return None  # Smaller kernels are crops of the largest, and nothing tells their sizes.
+    smaller = {int(at[1]) for key in shapes if (at := re.search(r"\.\dto(\d)_matrix$", key))}
+    return sorted({*smaller, shapes.size(r"blocks.\d+.depth_conv.weight", 2)})
+
+
+LARGEST = ("expand_ratio_list", "depth_list")
+"""The lists of which the tensors of a mobile network show the largest choice."""
+
+
+def mobile_shown(width: str) -> dict[str, Callable[[Shapes, Mapping[str, Any]], Any]]:
+    """Return the arguments that the tensors show; `width` is the name of that of the width multiplier."""
+    mid = r"blocks.\d+.expand_conv.weight"
+    return {
+        "n_classes": lambda shapes, _: shapes.size("classifier.weight"),
+        width: lambda shapes, _: multiplier(shapes.size("mix_conv.weight"), 1280),
+        "ks_list": _kernels,
+        "expand_ratio_list": lambda shapes, _: round(shapes.size(mid) / shapes.size(mid, 1), 1),
+        "depth_list": lambda shapes, _: (shapes.layers("blocks") - 1) // 5,  # and one of ProxylessNAS
+    }
+
+
 def block_names(block: str, inside: str, kind: str) -> Names:
     """Return the names in a block; `kind` is how upstream names the convolution or BatchNorm of a layer."""
     layers = (("inverted_bottleneck", "expand"), ("depth_conv", "depth"), ("point_linear", "project"))
@@ -245,3 +269,5 @@ SPELLINGS = (
 """Extracted networks name each layer once, and old ones the inside of a block in another way."""
 ONCE_FOR_ALL: Any = {"spellings": SPELLINGS, "source": "mit-han-lab/once-for-all", "licence": "MIT"}
 """What all families of Once-for-All have in common."""
+MOBILE: Any = {**ONCE_FOR_ALL, "shown": mobile_shown("width_mult"), "largest": LARGEST}
+"""What its mobile families have in common."""

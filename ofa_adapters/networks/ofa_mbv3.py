@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import mobile_features, tutorial_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import ONCE_FOR_ALL, MobileLayout, MobileStage, mobile_names
+from ofa_adapters.networks.mobile import MOBILE, MobileLayout, MobileStage, mobile_names
 from subnetact.space import make_divisible
 
 ENDS = (r"^first_conv\.", r"^final_expand_layer\.")
@@ -62,7 +62,7 @@ def _recognises(keys: Keys) -> bool:
 FAMILY = Family(
     build,
     names=mobile_names("conv"),
-    **ONCE_FOR_ALL,
+    **MOBILE,
     recognises=_recognises,
     checkpoints=("ofa_mbv3_d234_e346_k357_w1.0", "ofa_mbv3_d234_e346_k357_w1.2"),
     encodings={"arch_encoder": mobile_features, "tutorial": tutorial_features},

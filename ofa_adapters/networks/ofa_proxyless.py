@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import mobile_features
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import ONCE_FOR_ALL, MobileLayout, MobileStage, mobile_names
+from ofa_adapters.networks.mobile import MOBILE, MobileLayout, MobileStage, mobile_names
 from subnetact.errors import SpecError
 from subnetact.space import make_divisible
 
@@ -62,7 +62,7 @@ def build(
 FAMILY = Family(
     build,
     names=mobile_names("conv"),
-    **ONCE_FOR_ALL,
+    **MOBILE,
     recognises=lambda keys: keys.have(r"^first_conv\.", r"^feature_mix_layer\.bn\."),
     checkpoints=("ofa_proxyless_d234_e346_k357_w1.3",),
     encodings={"arch_encoder": mobile_features},

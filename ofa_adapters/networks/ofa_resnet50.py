@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import resnet_features
-from ofa_adapters.layout import Layout, block_axis, choices, conv_norm
+from ofa_adapters.layout import Layout, block_axis, choices, conv_norm, multiplier
 from ofa_adapters.networks.mobile import KINDS, ONCE_FOR_ALL, conv_bn
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
@@ -207,6 +207,8 @@ def build(
     return layout.built(ResNet(stem, blocks, before, n_classes, dropout_rate))
 
 
+OUT, MID = "classifier.weight", r"blocks.\d+.conv1.weight"
+
 FAMILY = Family(
     build,
     names=(
@@ -217,6 +219,13 @@ FAMILY = Family(
         ("classifier.linear.linear", "classifier"),
     ),
     **ONCE_FOR_ALL,
+    shown={
+        "n_classes": lambda shapes, _: shapes.size(OUT),
+        "depth_list": lambda shapes, _: (shapes.layers("blocks") - sum(BASE_DEPTHS)) // len(BASE_DEPTHS),
+        "expand_ratio_list": lambda shapes, _: round(shapes.size(MID) / shapes.size(OUT, 1), 2),
+        "width_mult_list": lambda shapes, _: multiplier(shapes.size(OUT, 1), STAGE_WIDTHS[-1]),
+    },
+    largest=("depth_list", "expand_ratio_list", "width_mult_list"),
     recognises=lambda keys: keys.have(r"^input_stem\.\d"),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     encodings={"arch_encoder": resnet_features},

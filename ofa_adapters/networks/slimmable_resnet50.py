@@ -7,18 +7,18 @@ Upstream is licensed for non-commercial use (CC-BY-NC-4.0). This package has nei
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
-from ofa_adapters.layout import Layout, conv_norm
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Shapes
+from ofa_adapters.layout import Layout, conv_norm, multiplier
 from ofa_adapters.networks.ofa_resnet50 import Bottleneck, ResNet, bottleneck_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ModuleSwitch, SubnetNorm, SwitchableModule, WeightSlice
-from subnetact.space import Axis, AxisValues
+from subnetact.space import Axis, AxisValues, make_divisible
 
 STEM = 64
 STAGES = (64, 128, 256, 512)
@@ -129,6 +129,14 @@ def build(
     return layout.built(ResNet(nn.Sequential(stem), blocks, width, num_classes, dropout=0))
 
 
+def listed(
+    shapes: Shapes, norm: str, what: str, unit: int, width: Callable[[float], int] = make_divisible
+) -> list[float]:
+    """Return the multipliers of the BatchNorms that a checkpoint lists per width, `unit` wide at 1."""
+    widths = [shapes.size(f"{norm}.{i}.{what}") for i in range(shapes.layers(norm))]
+    return [multiplier(size, unit, width) for size in widths]
+
+
 FAMILY = Family(
     build,
     names=(
@@ -144,6 +152,13 @@ FAMILY = Family(
     licence="CC-BY-NC-4.0",
     recognises=lambda keys: keys.have(r"^features\.1\.shortcut\.", r"\.bn\.0\.weight$"),
     checkpoints=("s_resnet50_0.25_0.5_0.75_1.0.pt",),
+    shown={
+        "num_classes": lambda shapes, _: shapes.size("classifier.weight"),
+        "width_mult_list": lambda shapes, _: listed(
+            shapes, f"features.{shapes.layers('blocks')}.body.7.bn", "weight", 4 * STAGES[-1], int
+        ),
+        "depth": lambda shapes, _: {sum(b): d for d, b in STAGE_BLOCKS.items()}.get(shapes.layers("blocks")),
+    },
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,
 )

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
-from ofa_adapters.layout import conv_norm
+from ofa_adapters.layout import conv_norm, multiplier
 from ofa_adapters.networks.mobile import MBConv, MobileNet, mbconv_elastic
-from ofa_adapters.networks.slimmable_resnet50 import WidthLayout
+from ofa_adapters.networks.slimmable_resnet50 import WidthLayout, listed
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, PerWidthBatchNorm2d, PerWidthNorm, WeightSlice
 from subnetact.space import make_divisible
@@ -115,6 +115,10 @@ def build(
     return layout.built(MobileNet(blocks, widths, None, (F.relu6, F.relu6), num_classes, {}))
 
 
+LAST = "features.17.body.7"
+"""Upstream's name of the last BatchNorm that is slimmable."""
+
+
 PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "project_bn")
 
 FAMILY = Family(
@@ -136,6 +140,15 @@ FAMILY = Family(
         keys.have(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$") and not keys.have(r"\.bn\.0\.weight$")
     ),
     checkpoints=("us_mobilenet_v2_calibrated.pt",),
+    shown={
+        "num_classes": lambda shapes, _: shapes.size("classifier.weight"),
+        "width_mult_list": lambda shapes, _: listed(
+            shapes, f"{LAST}.bn", "running_mean", shapes.size(f"{LAST}.weight")
+        ),
+        "width_mult_range": lambda shapes, _: [
+            multiplier(shapes.size(f"{LAST}.{end}"), STAGES[-1][1]) for end in ("bn.0.running_mean", "weight")
+        ],
+    },
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,
 )

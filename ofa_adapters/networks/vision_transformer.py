@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ofa_adapters.family import Shapes
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, Segments, WeightSlice
 
@@ -108,6 +110,19 @@ class VisionTransformer(nn.Module):
         x = self.norm(self.blocks(F.dropout(x, self.pos_drop, self.training)))
         pooled = x[:, 1:].mean(1) if self.mean else x[:, 0]
         return self.head(F.dropout(pooled, self.head_drop, self.training))  # type: ignore[no-any-return]
+
+
+PATCHES = "patch_embed.weight"
+SHOWN: dict[str, Callable[[Shapes, Mapping[str, Any]], Any]] = {
+    "embed_dim": lambda shapes, _: shapes.size(PATCHES),
+    "in_chans": lambda shapes, _: shapes.size(PATCHES, 1),
+    "patch_size": lambda shapes, _: shapes.size(PATCHES, 3),
+    "img_size": lambda shapes, _: math.isqrt(shapes.size("pos_embed", 1) - 1) * shapes.size(PATCHES, 3),
+    "num_classes": lambda shapes, _: shapes.size("head.weight"),
+    "depth": lambda shapes, _: shapes.layers("blocks"),
+    "num_heads": lambda shapes, _: shapes.size(r"blocks.\d+.qkv.weight") // (3 * HEAD_FEATURES),
+}
+"""The arguments that the tensors of a vision transformer show, for `Family.shown`."""
 
 
 def transformer_elastic(

@@ -93,8 +93,8 @@ def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 
 
     `name` is `poisson`; `bursty`, half of whose rate is steady and the other half has gaps of `cv2`;
     `time_varying`, whose rate rises from half to one and a half times the mean; a recorded trace (`maf`,
-    `azure_llm`, `servegen`); or the path of a file of time stamps, `.npy` or text. The mean `rate` is per
-    second, and what comes after `seconds` is cut.
+    `azure_llm`, `servegen`); or the path of a file of one column of time stamps, text or CSV. The
+    mean `rate` is per second, and what comes after `seconds` is cut.
     """
     if name == "poisson":
         return poisson(rate, seconds, seed)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from ofa_adapters import encode
+from subnetact.command import import_name, user_code
 from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
 from subnetact.files.documents import parse_json
@@ -27,7 +28,7 @@ from subnetact.latency.arrays import percentages
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST_SUBNETS, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
-from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, import_name, user_code
+from subnetact.profile.source import RANDOM_PREFIX, ProfileSource
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet

@@ -1,15 +1,13 @@
 """Where a profile gets its supernet, its input and its images for calibration from.
 
-The serve command builds a user's own network with `build_model` too, and so with `import_name` and
-`user_code`; they live here and not in `command`, because that room may not import the supernet they return.
+The serve command builds a user's own network with `build_model` too; it lives here and not in `command`,
+because that room may not import the supernet that it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ofa_adapters import registry
+from subnetact.command import import_name, user_code
 from subnetact.digits import load_digits_supernet
 from subnetact.engine.engine import Engine
-from subnetact.errors import SpecError, UserCodeError
+from subnetact.errors import SpecError
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
@@ -127,35 +126,6 @@ def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool
         wanted = "the bundle's network" if bundled else "a Supernet, as subnetact.insert_(network, ...) does"
         raise SpecError(f"model {model!r} returned a {type(supernet).__name__}; it must return {wanted}")
     return supernet
-
-
-def import_name(name: str) -> Any:
-    """Return what `pkg.mod:attribute` names."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise SpecError(f"{name!r} cannot be imported: write pkg.mod:name, a module and a name in it")
-    try:
-        with user_code(f"importing {module!r}", passing=(ImportError,)):
-            imported = import_module(module)
-        return getattr(imported, attribute)
-    except AttributeError as error:
-        raise SpecError(f"{name!r} cannot be imported ({error})") from error
-    except ImportError as error:
-        raise SpecError(
-            f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
-            "folder in PYTHONPATH"
-        ) from error
-
-
-@contextmanager
-def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise UserCodeError for every error inside the block, apart from those of `passing`; `what` was run."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, (UserCodeError, *passing)):
-            raise
-        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def calibration_batches(calibrate_on: str, sample: Tensor, seed: int = 0) -> Iterable[Any]:

@@ -95,10 +95,7 @@ def test_sizes_are_read_from_the_tensors() -> None:
     assert supernet.origin == {
         "name": "hydravit",
         "constructor": {
-            "embed_dim": D,
-            "in_chans": 3,
             "patch_size": PATCH,
-            "num_heads": 12,
             "img_size": SIDE,
             "num_classes": 7,
             "depth": DEPTH,

@@ -26,6 +26,7 @@ from small_families import small_constructor, small_supernet
 import ofa_adapters
 import subnetact
 import subnetact.nas
+from subnetact.command import import_name
 from subnetact.costs.model import CostModel
 from subnetact.elastic.__main__ import main as elastic
 from subnetact.errors import MissingExtra, SpecError
@@ -39,7 +40,6 @@ from subnetact.profile.pipeline import ProfileJob
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import (
     calibration_batches,
-    import_name,
     load_source,
 )
 from subnetact.profile.sweep import SweepSettings

@@ -1,3 +1,4 @@
+import hashlib
 import inspect
 import json
 import subprocess
@@ -23,6 +24,42 @@ def test_the_comparison_is_printed_and_written(tmp_path, capsys):
     document = json.loads(figures.read_text())
     assert document["policies"]["hullfit"]["missed"] == 0
     assert document["fluid_bound"] >= document["policies"]["hullfit"]["effective_accuracy"]
+
+
+def test_a_result_says_what_it_was_made_of_and_own_traces_and_policies_are_taken(
+    tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_policies.py").write_text(
+        "from subnetact.serving import Fixed\n"
+        "class Largest(Fixed):\n"
+        "    def __init__(self, table):\n"
+        "        super().__init__(table, 5)\n"
+        "def within(table, slo_ms):\n"
+        "    assert slo_ms == 30\n"
+        "    return Fixed(table, 1)\n"
+        "def broken(table):\n"
+        "    raise RuntimeError('on purpose')\n"
+    )
+    trace, figures, figure = tmp_path / "t.csv", tmp_path / "r.json", tmp_path / "f.png"
+    trace.write_text("arrival\n" + "\n".join(str(i / 2000) for i in range(4000)))  # in seconds
+    given = ["--trace", trace, "--slo-ms", 30, "--json", figures, "--figure", figure, "--policy"]
+    names = ["own_policies:Largest", "fixed:5", "own_policies:within", "clipper+:1", "infaas", "fixed:0"]
+    assert main([*map(str, given), *names]) == 2
+    assert "8 workers answer at most 20431; name the unit of its times: --unit s" in capsys.readouterr().out
+    assert main([*map(str, given), *names, "--unit", "s"]) == 0
+    assert f"{trace} x1: 4000 requests within 2 s, 2000.5 per second" in capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    document = json.loads(figures.read_text())
+    results = list(document["policies"].values())
+    assert results[0::2] == results[1::2]
+    made_of, table = document["made_of"], superserve_a40()
+    assert made_of["files"][str(trace)]["sha256"] == hashlib.sha256(trace.read_bytes()).hexdigest()
+    assert (made_of["options"]["scale"], made_of["options"]["seed"]) == (1.0, 0)
+    assert made_of["tables"][0]["stamp"] == dict(table.stamp)
+    assert main([*map(str, given), "own_policies:broken", "--unit", "s"]) == 2
+    assert "raised RuntimeError: on purpose" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def test_timestamps_are_sorted_and_scaled():
         lambda: from_timestamps([1.0, 1.0], mean_qps=5),
         lambda: load_trace("unknown"),
         lambda: load_trace("maf", scale=0),
+        lambda: load_trace(__file__, unit="h"),
     ],
 )
 def test_bad_arguments_are_refused(make):
@@ -132,3 +133,45 @@ def test_the_shipped_profile_is_the_published_one():
     assert table.latency_ms[0, 4] == 6.26507
     assert table.latency_ms[5, 1] < table.latency_ms[4, 1]
     assert superserve_a40([1, 32]).batch_sizes == (1, 32)
+
+
+FORMS = {
+    "one per line": ("{}\n", "0 20 2000", {}),
+    "comments": ("# ms\n\n{} # first\n", "0 20 2000", {}),
+    "a header": ("arrival_ms\n{}\n", "0 20 2000", {}),
+    "a unit in the header": ("size,arrival_s\n7,{}\n", "0 0.02 2", {"column": "arrival_s"}),
+    "the argument counts": ("arrival_s\n{}\n", "0 20 2000", {"unit": "ms"}),
+    "a column without a name": ("{}\t9\n", "0 20000 2000000", {"column": 1, "unit": "us"}),
+    "semicolons and quotes": ('"a, b";t\n"x, y";{}\n', "0 20 2000", {"column": 2}),
+    "dates": ("time,n\n2026-11-16 18:15:{}Z,1\n", "46 46.02 48", {"column": "time"}),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_times_in_a_file_are_read_in_every_usual_form(form, tmp_path):
+    line, times, settings = FORMS[form]
+    *header, row, _ = line.split("\n")
+    file = tmp_path / "t.csv"
+    file.write_text("\n".join([*header, *(row.format(time) for time in times.split())]))
+    assert np.allclose(load_trace(str(file), **settings), [0.0, 20.0, 2000.0])
+    assert np.allclose(load_trace(str(file), 2.0, **settings), [0.0, 10.0, 1000.0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("text", "settings", "words"),
+    [
+        ("", {}, "is empty"),
+        ("# nothing\n", {}, "is empty"),
+        ("a,b\n1,2\n", {}, "has 2 columns; choose one with column .*: a, b, 1, 2"),
+        ("a,b\n1,2\n", {"column": "c"}, "got c"),
+        ("1\nabc\n", {}, "column 1 of .* holds no times .*abc"),
+        ("a,b\n1,2\n,3\n", {"column": "a"}, "column a of .* holds no times"),
+    ],
+)
+def test_a_file_without_times_is_refused_in_one_error(text, settings, words, tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    with pytest.raises(TraceError, match=words):
+        load_trace(str(file), **settings)

@@ -16,8 +16,7 @@ from subnetact.command import reported
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
-from subnetact.serving.simulation.cli import chosen_trace, trace_parser
-from subnetact.serving.simulation.datasets import TRACES
+from subnetact.serving.simulation.cli import RATE, TRACE_HELP, chosen_trace, made_of, rate_of, trace_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,10 +30,9 @@ def _plan(options: argparse.Namespace) -> None:
     most, seed = options.most_workers, options.seed
     plan = plan_pipeline(arrivals, model, options.percentile, most_workers=most, seed=seed)
     if options.json is not None:
-        write_json(options.json, {"plan": plan.to_json()})
-    rate = len(arrivals) / max(float(arrivals[-1] - arrivals[0]) / 1e3, 1e-9)
+        write_json(options.json, {"plan": plan.to_json(), "made_of": made_of(options, arrivals)})
     print(
-        f"{options.pipeline}: {len(arrivals)} requests, {rate:.1f} per second; SLO {model.slo_ms:g} ms at "
+        f"{options.pipeline}: {RATE.format(**rate_of(arrivals))}; SLO {model.slo_ms:g} ms at "
         f"percentile {options.percentile:g}\n"
         f"cost {plan.cost:g}, p{plan.percent:g} {plan.estimate.percentile_ms(plan.percent):.2f} ms, "
         f"attainment {plan.estimate.attainment:.5f} ({plan.tried} plans simulated)\n"
@@ -56,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = trace_parser("python -m subnetact.plan", __doc__, scale=1.0)
     add = parser.add_argument
     add("pipeline", type=Path, help="description of the pipeline, a JSON file")
-    add("trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}")
+    add("trace", help=TRACE_HELP)
     add("--percentile", type=float, default=99.0, help="percentile that meets the SLO")
     add("--most-workers", type=int, default=64, help="greatest number of workers per stage")
     return parser

@@ -23,13 +23,17 @@ POLICIES: dict[str, Callable[[LatencyTable, float, int | None], Policy]] = {
 }
 """For each name, a function that makes the policy from (table, slo_ms, number after the colon or None)."""
 
+PAPER_NAMES = {"clipper+": "fixed", "infaas": "cheapest"}
+"""The names that SuperServe's paper gives to policies of this package."""
+
 
 def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
     """Make a policy from its name.
 
     Args:
-        name: "hullfit", "slackfit", "maxbatch", "maxacc", "modelswitching", "cheapest" or "fixed". A number
-            may follow after a colon: the buckets of "slackfit:4", the subnet of "fixed:2".
+        name: "hullfit", "slackfit", "maxbatch", "maxacc", "modelswitching", "cheapest" or "fixed", or a name
+            of SuperServe's paper: "clipper+" is "fixed", "infaas" is "cheapest". A number may follow after a
+            colon: the buckets of "slackfit:4", the subnet of "fixed:2".
         table: the latency table.
         slo_ms: the usual time from arrival to deadline, ms.
 
@@ -41,8 +45,11 @@ def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
         TableError: the accuracy of a subnet is not known.
     """
     kind, _, number = name.partition(":")
+    kind = PAPER_NAMES.get(kind.lower(), kind)
     if kind not in POLICIES:
-        raise PolicyError(f"policy: {name!r} is not known; choose from {', '.join(sorted(POLICIES))}")
+        raise PolicyError(
+            f"policy: {name!r} is not known; choose from {', '.join(sorted((*POLICIES, *PAPER_NAMES)))}"
+        )
     if number and not number.isdecimal():
         raise PolicyError(f"policy: {name!r} needs a whole number after the colon")
     return POLICIES[kind](table, slo_ms, int(number) if number else None)

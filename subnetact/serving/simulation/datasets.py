@@ -5,6 +5,7 @@ The JSON file beside each recorded trace names its source and licence.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from typing import Any
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from subnetact.errors import TraceError
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.simulation.trace_file import read_times
 from subnetact.serving.simulation.traces import bursty, check, from_counts, from_timestamps, time_varying
 
 _DATA = files("subnetact") / "data"
@@ -46,7 +48,14 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
         return LatencyTable.load(path).select(batch_sizes=batch_sizes)
 
 
-def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float | None = None) -> Floats:
+def load_trace(
+    name: str,
+    scale: float = 1.0,
+    seed: int = 0,
+    duration_s: float | None = None,
+    column: str | int | None = None,
+    unit: str | None = None,
+) -> Floats:
     """Return a trace of the reference suite, or of a file.
 
     * maf: Azure Functions 2019. One day is compressed to 120 s, with a mean rate of 6400 per second, clipped
@@ -60,16 +69,24 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
     * time_varying: `time_varying` from 2500 to 7400 per second, at 500 per second squared.
 
     Args:
-        name: one of `TRACES`, or the path of a text file with one arrival time in ms per line.
+        name: one of `TRACES`, or the path of a text or CSV file with one request per line, in any order. A
+            first line without numbers names the columns. Times are numbers or dates (ISO 8601, UTC).
         scale: factor on every rate.
         seed: seed of all random numbers.
         duration_s: keep only the arrivals before this time, s. If None, keep all.
+        column: the column of a file that holds the arrival times: its name, or its number from 1. It may be
+            None if the file has one column only.
+        unit: the unit of numbers in a file: "s", "ms" or "us". If None, the one at the end of the column's
+            name (`arrival_s`), or else ms.
 
     Returns:
         Arrival times, ms, ascending, shape (n,).
 
     Raises:
         TraceError: there is no such trace, the file holds no times, or an argument is out of range.
+
+    Example:
+        >>> arrivals_ms = load_trace("requests.csv", column="arrival_s")
     """
     check(scale=scale)
     if name == "bursty":
@@ -85,11 +102,9 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
         arrivals = from_counts(counts, 120.0, 6400 * scale, peak_qps=8750 * scale, seed=seed)
     else:
         try:
-            arrivals = from_timestamps(np.loadtxt(name, ndmin=1)) / scale
-        except OSError as error:
+            arrivals = from_timestamps(read_times(name, column, unit)) / scale
+        except (OSError, csv.Error) as error:
             raise TraceError(
-                f"trace: {name!r} is no file and not known; choose from {', '.join(TRACES)}"
+                f"trace: {name!r} is no readable file and not known; choose from {', '.join(TRACES)}"
             ) from error
-        except ValueError as error:
-            raise TraceError(f"trace: {name} holds no times ({error}); give one per line, in ms") from error
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]
