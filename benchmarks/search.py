@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -43,12 +42,9 @@ from subnetact.digits import (
     undistorted_digits,
 )
 from subnetact.files.atomic import replacing
-from subnetact.latency.pareto import pareto_front
+from subnetact.latency.pareto import hypervolume, pareto_front
 from subnetact.nas.methods import METHODS, evolve
 from subnetact.spec import SubnetSpec
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from hypervolume import hypervolume
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
 SEEDS = tuple(range(10))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypervolume import hypervolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_families import small_supernet
@@ -28,6 +27,7 @@ from subnetact.errors import (
     SearchError,
 )
 from subnetact.files.journal import Journal
+from subnetact.latency import hypervolume
 from subnetact.nas.genes import Variation
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
