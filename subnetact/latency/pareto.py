@@ -87,15 +87,12 @@ def hypervolume(points: npt.ArrayLike, reference: Sequence[float] | None = None)
 def _volume(costs: Costs, worst: Costs) -> float:
     """Cut the volume into slices along the last objective, and add up the slices."""
     costs = costs[(costs < worst).all(1)]
-    if not len(costs):
-        return 0.0
-    if costs.shape[1] == 1:
-        return float(worst[0] - costs.min())
+    if not costs.size:  # no points, or no objectives left
+        return float(len(costs) > 0)
     costs = costs[np.argsort(costs[:, -1], kind="stable")]
     widths = np.diff(costs[:, -1], append=worst[-1])
-    return float(
-        sum(width * _volume(costs[: i + 1, :-1], worst[:-1]) for i, width in enumerate(widths) if width > 0)
-    )
+    areas = [_volume(costs[:i, :-1], worst[:-1]) if width else 0.0 for i, width in enumerate(widths, 1)]
+    return float(widths @ areas)
 
 
 def non_dominated(costs: Costs) -> list[int]:

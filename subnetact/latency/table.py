@@ -254,7 +254,10 @@ class LatencyTable:
         """
         at = self.subnets.index(subnet) if isinstance(subnet, str) and subnet in self.subnets else subnet
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(self.subnets):
-            raise TableError(f"subnet {subnet!r}: not in the table; choose from 0 to {len(self.subnets) - 1}")
+            raise TableError(
+                f"subnet {subnet!r}: not in the table; choose from 0 to {len(self.subnets) - 1}, or predict "
+                "others with a LatencyPredictor that is fitted to these"
+            )
         sizes = self.batch_sizes
         if not sizes[0] <= batch_size <= sizes[-1]:
             raise TableError(
@@ -283,17 +286,7 @@ class LatencyTable:
             >>> search(supernet, accuracy, [table.latency_of(1), table.latency_of(8)])
         """
         self.latency_at(0, batch_size)
-
-        def latency(spec: SubnetSpec) -> float:
-            if spec.key not in self.subnets:
-                raise TableError(
-                    f"{spec}: was not measured, the table has {len(self.subnets)} other subnets; predict the "
-                    "latency of others: LatencyPredictor.fit(CostModel(supernet, example), "
-                    "[space.parse(key) for key in table.subnets], table.latency_ms[:, 0])"
-                )
-            return self.latency_at(spec.key, batch_size)
-
-        return latency
+        return lambda spec: self.latency_at(spec.key, batch_size)
 
     def compare(self, other: LatencyTable, statistic: str | None = None) -> Comparison:
         """Compare another profile of some of the same subnets with this one.

@@ -151,7 +151,7 @@ class AccuracyPredictor:
         predictor = cls(lambda spec: encoded(space, [space.check(spec)])[0], features.shape[1])
         predictor.network = _GaussianProcess(Surrogate(features, measured))
         predictor.error = held_out_error(
-            features, measured, lambda known, percent, new: Surrogate(known, percent).predict(new), False
+            features, measured, lambda known, percent, new: Surrogate(known, percent).predict(new), "points"
         )
         return predictor
 

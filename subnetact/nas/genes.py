@@ -25,8 +25,7 @@ class Variation:
     def __init__(self, space: SubnetSpace, rng: np.random.Generator) -> None:
         self.space = space
         self.rng = rng
-        self.slots = [slot for axis in space.axes for slot in axis.slots]
-        self.counts = [len(slot.choices) for slot in self.slots]
+        self.counts = [len(slot.choices) for axis in space.axes for slot in axis.slots]
 
     def spec(self, genes: Sequence[int]) -> SubnetSpec:
         """Return the subnet of the genes. Genes of slots that the subnet skips are ignored."""
@@ -74,16 +73,18 @@ class Variation:
 
 
 def encoded(space: SubnetSpace, specs: Sequence[SubnetSpec]) -> Floats:
-    """Return what describes subnets to a surrogate, (subnets, choices of all slots): 1 where one is taken.
+    """Return what describes subnets to a surrogate, (subnets, choices of all slots).
 
-    A slot that the subnet skips has zeros only.
+    A choice has a 1 if the subnet takes it or a larger one of the slot, otherwise a 0; all choices of a slot
+    that the subnet skips have a 0. So choices are the closer the fewer are between them, and no law of their
+    values is assumed.
     """
-    return np.array(
-        [
-            [float(value == choice) for slot, value in _chosen(space, spec) for choice in slot.choices]
-            for spec in specs
-        ]
-    )
+
+    def features(spec: SubnetSpec) -> list[float]:
+        taken = ((slot.choices, value) for slot, value in _chosen(space, spec))
+        return [float(v in choices[i:]) for choices, v in taken for i in range(len(choices))]
+
+    return np.array([features(spec) for spec in specs])
 
 
 def _chosen(space: SubnetSpace, spec: SubnetSpec) -> Iterator[tuple[Slot, Any]]:

@@ -64,7 +64,7 @@ def training_values(
 
 
 def held_out_error(
-    features: Floats, measured: Floats, predict: Callable[[Floats, Floats, Floats], Floats], relative: bool
+    features: Floats, measured: Floats, predict: Callable[[Floats, Floats, Floats], Floats], unit: str
 ) -> PredictionError:
     """Return the error of cross-validation: each of five parts is predicted by a fit to the others.
 
@@ -72,16 +72,15 @@ def held_out_error(
         features: what describes each subnet, (subnets, features).
         measured: the value of each subnet, (subnets,).
         predict: takes features and values to fit to, and the features of others; returns the others' values.
-        relative: if True, errors are in percent of the measured value, otherwise in its own unit.
+        unit: "%" of the measured value, or "points", of which the values are.
     """
     part = np.random.default_rng(0).permutation(len(measured)) % FOLDS
     predicted = np.empty(len(measured))
     for fold in range(FOLDS):
         rest = part != fold
         predicted[~rest] = predict(features[rest], measured[rest], features[~rest])
-    off = 100 * np.abs(predicted / measured - 1) if relative else np.abs(predicted - measured)
+    off = 100 * np.abs(predicted / measured - 1) if unit == "%" else np.abs(predicted - measured)
     rank, train = _rank_correlation(predicted, measured), int(len(measured) - np.bincount(part).max())
-    unit = "%" if relative else "points"
     return PredictionError(float(off.mean()), float(off.max()), rank, train, len(measured), unit)
 
 

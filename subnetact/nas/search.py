@@ -191,16 +191,9 @@ def search(
     ranked = sorted(latencies.items(), key=lambda item: item[1])
     front = tuple(Candidate(spec, state.found[spec][0], ms[0], ms) for spec, ms in ranked)
     if remeasure_accuracy is not None:
-        second = _remembered(
-            lambda spec: _finite(spec, [remeasure_accuracy(spec)], []),
-            journal,
-            "remeasured_accuracy",
-            space,
-            1,
-        )
-        front = tuple(
-            replace(one, accuracy=second(one.spec)[0], chosen_accuracy=one.accuracy) for one in front
-        )
+        judge: Measured = lambda spec: _finite(spec, [remeasure_accuracy(spec)], [])  # noqa: E731
+        judge = _remembered(judge, journal, "remeasured_accuracy", space, 1)
+        front = tuple(replace(c, accuracy=judge(c.spec)[0], chosen_accuracy=c.accuracy) for c in front)
     evaluated = tuple(Candidate(spec, one[0], one[1], one[1:]) for spec, one in state.found.items())
     return SearchResult(front, evaluated, method)
 
