@@ -47,6 +47,14 @@ def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> No
     assert hypervolume(rows, (0, 4, 4)) == len(cells)
 
 
+def test_the_default_reference_is_the_worst_of_the_points() -> None:
+    points = [(70.0, 1.0), (75.0, 2.0), (60.0, 4.0)]
+    assert hypervolume(points) == hypervolume(points, (60.0, 4.0)) == 40.0
+    for wrong, reference in (([], None), ([70.0], None), ([(70.0, float("nan"))], None), (points, (60.0,))):
+        with pytest.raises(TableError, match=r"points|reference"):
+            hypervolume(wrong, reference)
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))
 def test_a_spread_is_distinct_ascending_and_has_the_ends(values: list[int], size: int) -> None:
     ordered = sorted(values)
