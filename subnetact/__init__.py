@@ -59,13 +59,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     ofa_adapters    2482   490      7
     digits           136    18      7
     calibration      703   149      1
-    latency          543   291      6
+    latency          541   291      6
     training        1337   327      4
     elastic          846   175      1
     engine          2248   624      5
     workers          560    96      0
     costs            286    65      4
-    nas              611   281      6
+    nas              608   281      6
     profile         1273   242      1
     serving         4990  1941     36
     generation      1442   458     13
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32204  9023    226
+    all            32199  9023    226
 
 The README has a glossary of the words that are used here.
 """

@@ -254,10 +254,8 @@ class LatencyTable:
         """
         at = self.subnets.index(subnet) if isinstance(subnet, str) and subnet in self.subnets else subnet
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(self.subnets):
-            raise TableError(
-                f"subnet {subnet!r}: not in the table; choose from 0 to {len(self.subnets) - 1}, or predict "
-                "others with a LatencyPredictor that is fitted to these"
-            )
+            known = f"0 to {len(self.subnets) - 1}; a LatencyPredictor fitted to these predicts others"
+            raise TableError(f"subnet {subnet!r}: not in the table; choose from {known}")
         sizes = self.batch_sizes
         if not sizes[0] <= batch_size <= sizes[-1]:
             raise TableError(

@@ -146,13 +146,12 @@ class AccuracyPredictor:
             >>> predictor = AccuracyPredictor.fit(supernet.space, specs, evaluate(supernet, specs, batches))
             >>> print(predictor.error)
         """
-        measured = training_values(specs, accuracy, "accuracy")
+        measured = training_values(specs, accuracy, "accuracy", positive=False)
         features = encoded(space, [space.check(spec) for spec in specs])
         predictor = cls(lambda spec: encoded(space, [space.check(spec)])[0], features.shape[1])
         predictor.network = _GaussianProcess(Surrogate(features, measured))
-        predictor.error = held_out_error(
-            features, measured, lambda known, percent, new: Surrogate(known, percent).predict(new), "points"
-        )
+        predict = lambda known, percent, new: Surrogate(known, percent).predict(new)  # noqa: E731
+        predictor.error = held_out_error(features, measured, predict, "points")
         return predictor
 
     def __call__(self, spec: SubnetSpec) -> float:

@@ -66,7 +66,7 @@ class LatencyPredictor:
         """
         measured = training_values(specs, latency_ms, "latency_ms", positive=True)
         features = np.stack([_features(costs, spec) for spec in specs])
-        error = held_out_error(features, measured, lambda known, ms, new: new @ _weights(known, ms), unit="%")
+        error = held_out_error(features, measured, lambda f, ms, new: new @ _weights(f, ms), "%")
         return cls(costs, _weights(features, measured), error, batch_size)
 
     def __call__(self, spec: SubnetSpec) -> float:

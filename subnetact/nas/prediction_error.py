@@ -49,9 +49,7 @@ class PredictionError:
         )
 
 
-def training_values(
-    specs: Sequence[SubnetSpec], values: npt.ArrayLike, name: str, positive: bool = False
-) -> Floats:
+def training_values(specs: Sequence[SubnetSpec], values: npt.ArrayLike, name: str, positive: bool) -> Floats:
     """Return what a predictor is fitted to, (subnets,); raise SearchError if it cannot be."""
     require_scipy()
     measured = np.asarray(values, dtype=np.float64)

@@ -73,10 +73,10 @@ class SearchResult:
         Raises:
             TableError: there is not one number of the reference per objective.
         """
-        if reference is None:
-            latencies = zip(*(one.latencies_ms for one in self.evaluated), strict=True)
-            reference = min(one.accuracy for one in self.evaluated), *map(max, latencies)
-        return hypervolume([(one.accuracy, *one.latencies_ms) for one in self.front], reference)
+        latencies = zip(*(one.latencies_ms for one in self.evaluated), strict=True)
+        worst = min(one.accuracy for one in self.evaluated), *map(max, latencies)
+        points = [(one.accuracy, *one.latencies_ms) for one in self.front]
+        return hypervolume(points, worst if reference is None else reference)
 
 
 def search(

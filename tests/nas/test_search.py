@@ -216,7 +216,7 @@ def test_a_table_serves_as_the_latency_of_its_own_subnets(true_digits: Any) -> N
         np.testing.assert_allclose(one.latencies_ms, [macs[one.spec], 2 * macs[one.spec]])
     with pytest.raises(TableError, match="batch size 5"):
         table.latency_of(5)
-    with pytest.raises(TableError, match="predict others with a LatencyPredictor"):
+    with pytest.raises(TableError, match="LatencyPredictor fitted to these predicts others"):
         subnetact.search(supernet, accuracy.__getitem__, table.select([0, 1]).latency_of(1), progress=False)
 
 
