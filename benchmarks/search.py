@@ -4,6 +4,9 @@
             accuracies are kept in results/search_digits_accuracy.json, and an unfinished file is continued
   digits    compares the fronts that evolution and random search find with a tenth of these evaluations
             with the front of all subnets
+  budgets   compares evolution with random search on the digits at 50, 100 and 200 evaluations, for two costs
+  curse     measures by how much a search flatters the subnets that it chooses
+  predictor fits accuracy predictors to some of the true accuracies and predicts all others
   precision compares the Pareto front of the digits supernet with and without int8 subnets, on this machine
   families  compares evolution with random search on large spaces, with made-up accuracies and latencies
   ablation  compares evolution with and without its surrogate, and random search, at equal evaluations
@@ -17,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -40,15 +42,13 @@ from subnetact.digits import (
     SIDE,
     distort,
     load_digits_supernet,
+    read_digits,
     undistorted_digits,
 )
 from subnetact.files.atomic import replacing
-from subnetact.latency.pareto import pareto_front
+from subnetact.latency.pareto import hypervolume, pareto_front
 from subnetact.nas.methods import METHODS, evolve
 from subnetact.spec import SubnetSpec
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from hypervolume import hypervolume
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
 SEEDS = tuple(range(10))
@@ -176,6 +176,68 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
             "worst_front": [[c.latency_ms, c.accuracy] for c in worst.front],
         }
         print(f"digits, {method}: {min(shares):.4f} at the worst of {len(shares)} seeds")
+    return result
+
+
+def budgets(args: argparse.Namespace) -> dict[str, Any]:
+    """Search the digits space with few evaluations; shares of the hypervolume of all its subnets."""
+    supernet, accuracy, macs, data = true_digits(args.truth)
+    model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
+    costs = {"MACs": macs, "parameters": {spec: model(spec).parameters / 1e6 for spec in accuracy}}
+    result: dict[str, Any] = {"what": data["what"], "seeds": 20, "shares": {}}
+    for name, cost in costs.items():
+        reference = min(accuracy.values()), max(cost.values())
+        whole = hypervolume([(accuracy[spec], cost[spec]) for spec in accuracy], reference)
+        for count in (50, 100, 200):
+            objectives = accuracy.__getitem__, cost.__getitem__
+            runs = searches(supernet, *objectives, count, ("evolution", "random"), range(20))
+            shares = {m: [share(run.evaluated, reference, whole) for run in some] for m, some in runs.items()}
+            result["shares"][f"{name}, {count} evaluations"] = shares
+            print(name, count, {m: np.round([*s[:3], np.mean(s)], 4).tolist() for m, s in shares.items()})
+    return result
+
+
+def curse(_: argparse.Namespace) -> dict[str, Any]:
+    """Choose Pareto sets on some held-out images and measure them on the others, over random divisions."""
+    supernet, (training, held_out) = load_digits_supernet(), read_digits()
+    model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
+    specs = supernet.space.sample(0, 150)
+    right = np.empty((len(specs), len(held_out.labels)))
+    for i, spec in enumerate(tqdm(specs, desc="images that subnets know")):
+        subnetact.calibrate(supernet, [spec], [training.images[:600]], progress=False)
+        with torch.inference_mode():
+            right[i] = (supernet.subnet(spec)(held_out.images).argmax(1) == held_out.labels).numpy()
+    macs, rng = [model(spec).macs for spec in specs], np.random.default_rng(0)
+    result: dict[str, Any] = {"subnets": len(specs), "divisions": 200, "points": {}}
+    for count in (75, 150, 300):
+        points = []
+        for _division in range(result["divisions"]):
+            order = rng.permutation(right.shape[1])
+            first, second = (100 * right[:, some].mean(1) for some in (order[:count], order[count:]))
+            chosen = pareto_front(range(len(specs)), cost=macs.__getitem__, gain=first.__getitem__)
+            points.append([(first - second)[chosen].mean(), (first - second).mean(), len(chosen)])
+        of_chosen, of_all, size = np.mean(points, 0)
+        result["points"][str(count)] = {
+            "chosen": of_chosen,
+            "all": of_all,
+            "flattery": of_chosen - of_all,
+            "deviation": float(np.std([one[0] - one[1] for one in points])),
+            "front": size,
+        }
+        print(count, result["points"][str(count)])
+    return result
+
+
+def predictor(args: argparse.Namespace) -> dict[str, Any]:
+    """Fit accuracy predictors to random digits subnets, and predict all others."""
+    supernet, accuracy, _, _ = true_digits(args.truth)
+    result: dict[str, Any] = {}
+    for count in (20, 40, 100):
+        specs = supernet.space.sample(0, count)
+        fitted = subnetact.nas.AccuracyPredictor.fit(supernet.space, specs, [accuracy[s] for s in specs])
+        off = [abs(fitted(spec) - accuracy[spec]) for spec in accuracy if spec not in set(specs)]
+        result[str(count)] = {"claimed": vars(fitted.error), "mean": np.mean(off), "worst": max(off)}
+        print(f"{count}: {fitted.error}; all others: {np.mean(off):.2f}, at worst {max(off):.2f}")
     return result
 
 
@@ -388,6 +450,21 @@ def report(result: dict[str, Any], out: Path) -> None:
     if "digits" in result and "families" in result:
         plot(result, out)
         lines += fronts(result)
+    if "budgets" in result:
+        lines += few_evaluations(result["budgets"])
+    if "curse" in result:
+        lines += flattery(result["curse"])
+    if "predictor" in result:
+        lines += ["", "**Accuracy predictor** of the digits, fitted to random subnets, points off:", ""]
+        lines += [
+            "| fitted to | claimed: mean | at worst | all others: mean | at worst |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {count} | {e['claimed']['mean_percent']:.1f} | {e['claimed']['worst_percent']:.1f} | "
+            f"{e['mean']:.1f} | {e['worst']:.1f} |"
+            for count, e in result["predictor"].items()
+        ]
     if "latency" in result:
         lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
         lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
@@ -479,6 +556,42 @@ def fronts(result: dict[str, Any]) -> list[str]:
     return [*lines, "", "![Fronts of evolution and random search](search.png)"]
 
 
+def few_evaluations(found: dict[str, Any]) -> list[str]:
+    """Return what searches find with few evaluations, as lines of Markdown."""
+    lines = [
+        "",
+        f"**Few evaluations** of the 864 digits subnets, {found['seeds']} seeds. Hypervolume as a share of "
+        "the whole space's:",
+        "",
+        "| | evolution: worst | mean | random: worst | mean |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {name} | "
+        + " | ".join(f"{min(s[m]):.4f} | {np.mean(s[m]):.4f}" for m in ("evolution", "random"))
+        + " |"
+        for name, s in found["shares"].items()
+    ]
+
+
+def flattery(found: dict[str, Any]) -> list[str]:
+    """Return the winner's curse as lines of Markdown."""
+    lines = [
+        "",
+        f"**Winner's curse**: {found['subnets']} random digits subnets, each calibrated on 600 training "
+        "digits. The Pareto set of accuracy and MACs is chosen on some of the 599 held-out digits and "
+        f"measured on the others, over {found['divisions']} random divisions. By how many points the "
+        "accuracies of the chosen subnets fall more than those of all subnets:",
+        "",
+        "| images that choose | subnets chosen | points too high | deviation between divisions |",
+        "|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {count} | {p['front']:.0f} | {p['flattery']:.1f} | {p['deviation']:.1f} |"
+        for count, p in found["points"].items()
+    ]
+
+
 def plot(result: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
 
@@ -541,6 +654,9 @@ def main() -> None:
     parts = {
         "truth": truth,
         "digits": digits,
+        "budgets": budgets,
+        "curse": curse,
+        "predictor": predictor,
         "precision": precision,
         "families": families,
         "ablation": ablation,

@@ -37,10 +37,11 @@ def checkpoint() -> subnetact.Supernet:
     return load_digits_supernet()
 
 
-def data() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return images for calibration, and labelled batches that were not trained on."""
+def data() -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Return images for calibration, and labelled batches not trained on: to choose and to judge with."""
     training, held_out = read_digits()
-    return training.images[:200], [(held_out.images[:600], held_out.labels[:600])]
+    first, second = ([(held_out.images[i::2], held_out.labels[i::2])] for i in range(2))
+    return training.images[:200], first, second
 
 
 def ask(address: str, image: Tensor, deadline_ms: float) -> dict[str, Any]:
@@ -60,14 +61,21 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=150, help="subnets that the search evaluates")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    supernet, (calibration, labelled) = checkpoint(), data()
-    image = labelled[0][0][0]
+    supernet, (calibration, validation, test) = checkpoint(), data()
+    image = test[0][0][0]
     costs = CostModel(supernet, image[None])
 
-    def accuracy(spec: subnetact.SubnetSpec) -> float:
-        return subnetact.evaluate(supernet, [spec], labelled, [calibration], progress=False)[0]
+    def accuracy(spec: subnetact.SubnetSpec, on: list[tuple[Tensor, Tensor]] = validation) -> float:
+        return subnetact.evaluate(supernet, [spec], on, [calibration], progress=False)[0]
 
-    found = subnetact.search(supernet, accuracy, lambda s: costs(s).macs / 1e6, 8, args.evaluations)
+    found = subnetact.search(
+        supernet,
+        accuracy,
+        lambda spec: costs(spec).macs / 1e6,
+        size=8,
+        evaluations=args.evaluations,
+        remeasure_accuracy=lambda spec: accuracy(spec, on=test),
+    )
     print(f"{len(found.evaluated)} of {supernet.space.size()} subnets were evaluated; the chosen ones:")
     for one in found.front:
         print(f"{one.accuracy:.1f} %, {one.latency_ms:.1f} million multiply-accumulates: {one.spec}")

@@ -1,4 +1,4 @@
-"""Pareto dominance: fronts, and even choices from them.
+"""Pareto dominance: fronts, their hypervolume, and even choices from them.
 
 A point *dominates* another one if no objective of the first is worse and at least one is better.
 """
@@ -44,6 +44,55 @@ def pareto_front(
             raise TableError(f"pareto_front: {item!r} has cost {paid} and gain {gained}; neither may be NaN")
         costs[i] = paid, -gained
     return [given[i] for i in non_dominated(costs)]
+
+
+def hypervolume(points: npt.ArrayLike, reference: Sequence[float] | None = None) -> float:
+    """Return the volume of the objective space that points dominate, bounded by a reference point.
+
+    It measures a whole front by one number: the larger, the better. Points that are worse than the reference
+    in an objective add nothing, nor do points that another one dominates.
+
+    Args:
+        points: (points, objectives); the first objective, for example the accuracy in percent, is maximised,
+            and all others, for example latencies in ms, are minimised.
+        reference: one number per objective. By default the worst of the points themselves, objective by
+            objective. Give the same reference to hypervolumes that are compared with each other.
+
+    Returns:
+        The volume, in the product of the objectives' units: percent times ms, for example.
+
+    Raises:
+        TableError: the points have no shape (points, objectives), a number is NaN or infinite, or there is
+            not one number of the reference per objective.
+
+    Source:
+        Zitzler and Thiele, "Multiobjective optimization using evolutionary algorithms", PPSN 1998.
+
+    Example:
+        >>> hypervolume([(70.0, 1.0), (75.0, 2.0)], reference=(60.0, 4.0))
+        40.0
+    """
+    gains = np.asarray(points, dtype=np.float64)
+    if gains.ndim != 2 or not len(gains) or not np.isfinite(gains).all():
+        raise TableError(
+            f"points: finite numbers of shape (points, objectives) are needed, got {gains.shape}"
+        )
+    sign = np.array([-1.0] + [1.0] * (gains.shape[1] - 1))
+    worst = (gains * sign).max(0) * sign if reference is None else np.asarray(reference, dtype=np.float64)
+    if worst.shape != sign.shape or not np.isfinite(worst).all():
+        raise TableError(f"reference: {reference!r} must be {len(sign)} finite numbers, one per objective")
+    return _volume(gains * sign, worst * sign)
+
+
+def _volume(costs: Costs, worst: Costs) -> float:
+    """Cut the volume into slices along the last objective, and add up the slices."""
+    costs = costs[(costs < worst).all(1)]
+    if not costs.size:  # no points, or no objectives left
+        return float(len(costs) > 0)
+    costs = costs[np.argsort(costs[:, -1], kind="stable")]
+    widths = np.diff(costs[:, -1], append=worst[-1])
+    areas = [_volume(costs[:i, :-1], worst[:-1]) if width else 0.0 for i, width in enumerate(widths, 1)]
+    return float(widths @ areas)
 
 
 def non_dominated(costs: Costs) -> list[int]:

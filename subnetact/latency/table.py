@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,6 +20,7 @@ from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency import arrays
 from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
+from subnetact.spec import SubnetSpec
 
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
@@ -253,7 +254,8 @@ class LatencyTable:
         """
         at = self.subnets.index(subnet) if isinstance(subnet, str) and subnet in self.subnets else subnet
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(self.subnets):
-            raise TableError(f"subnet {subnet!r}: not in the table; choose from 0 to {len(self.subnets) - 1}")
+            known = f"0 to {len(self.subnets) - 1}; a LatencyPredictor fitted to these predicts others"
+            raise TableError(f"subnet {subnet!r}: not in the table; choose from {known}")
         sizes = self.batch_sizes
         if not sizes[0] <= batch_size <= sizes[-1]:
             raise TableError(
@@ -261,6 +263,28 @@ class LatencyTable:
                 "nothing is extrapolated, profile more batch sizes"
             )
         return float(np.interp(batch_size, sizes, self.latency_ms[at]))
+
+    def latency_of(self, batch_size: float) -> Callable[[SubnetSpec], float]:
+        """Return the measured latencies as a function of a subnet, for `search`.
+
+        The function knows the subnets of this table alone, and raises TableError for others: no latency is
+        guessed. A search over a whole space needs a table of all its subnets, or a `LatencyPredictor` that is
+        fitted to those of the table.
+
+        Args:
+            batch_size: from the smallest to the largest measured batch size, linear between them.
+
+        Returns:
+            A function from a subnet to its latency in ms.
+
+        Raises:
+            TableError: the batch size is outside of the table.
+
+        Example:
+            >>> search(supernet, accuracy, [table.latency_of(1), table.latency_of(8)])
+        """
+        self.latency_at(0, batch_size)
+        return lambda spec: self.latency_at(spec.key, batch_size)
 
     def compare(self, other: LatencyTable, statistic: str | None = None) -> Comparison:
         """Compare another profile of some of the same subnets with this one.

@@ -5,7 +5,8 @@ Import the function `search` from `subnetact` or from `subnetact.nas.search`, wh
 
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.evaluation import evaluate
-from subnetact.nas.latency_predictor import LatencyPredictor, PredictionError
+from subnetact.nas.latency_predictor import LatencyPredictor
+from subnetact.nas.prediction_error import PredictionError
 from subnetact.nas.search import Candidate, SearchResult
 
 __all__ = [

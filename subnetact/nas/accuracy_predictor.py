@@ -1,18 +1,23 @@
-"""Predicts the accuracy of a subnet with the published predictors of once-for-all, without running it."""
+"""Predicts the accuracy of a subnet without running it: fitted to measured ones, or as once-for-all does."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import read, unwrap
 from subnetact.errors import CheckpointError, SpecError
+from subnetact.nas.genes import encoded
+from subnetact.nas.prediction_error import PredictionError, held_out_error, training_values
+from subnetact.nas.surrogate import Surrogate
+from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
 HIDDEN_WIDTH, HIDDEN_LAYERS = 400, 3
@@ -37,11 +42,24 @@ class _Network(nn.Module):
         return self.layers(x).squeeze(-1) + self.base_acc  # type: ignore[no-any-return]
 
 
-class AccuracyPredictor:
-    """The accuracy predictor of once-for-all, a small network over an encoding of the subnet.
+class _GaussianProcess(nn.Module):
+    """A fitted Gaussian process in the place of the network."""
 
-    Pass a predictor to `search(..., accuracy=predictor)`. Its weights are random until they are loaded with
-    `from_checkpoint`, or until `network` is trained.
+    def __init__(self, surrogate: Surrogate) -> None:
+        super().__init__()
+        self.surrogate = surrogate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map features (N, features) to accuracies (N,), as a share of one."""
+        return torch.from_numpy(self.surrogate.predict(np.atleast_2d(x.numpy())) / 100)
+
+
+class AccuracyPredictor:
+    """Predicts the accuracy of a subnet from an encoding of its choices.
+
+    `AccuracyPredictor.fit` makes one of subnets that you have measured, in any space; `from_checkpoint` loads
+    a published predictor of once-for-all, a small network. Pass it to `search(..., accuracy=predictor)`. The
+    weights of `AccuracyPredictor(encode, n_features)` are random until its `network` is trained.
 
     Args:
         encode: returns the features of a subnet, of shape (n_features,). For published families use
@@ -51,7 +69,9 @@ class AccuracyPredictor:
 
     Attributes:
         network: an ordinary module that maps features of shape (N, n_features) to accuracies of shape
-            (N,), as a share of one. Its parameters are named as in the ofa package.
+            (N,), as a share of one. Its parameters are named as in the ofa package. After `fit` it is a
+            Gaussian process, without parameters.
+        error: the error of a fit in cross-validation, in percentage points; None if it was not fitted here.
 
     Source:
         Cai et al., "Once-for-all", ICLR 2020; ofa/nas/accuracy_predictor.
@@ -60,7 +80,8 @@ class AccuracyPredictor:
     def __init__(self, encode: Callable[[SubnetSpec], Any], n_features: int) -> None:
         self.encode = encode
         self.n_features = n_features
-        self.network = _Network(n_features).eval()
+        self.network: nn.Module = _Network(n_features).eval()
+        self.error: PredictionError | None = None
 
     @classmethod
     def from_checkpoint(
@@ -91,6 +112,46 @@ class AccuracyPredictor:
                 f"accuracy predictor: the tensors are not those of {HIDDEN_LAYERS} hidden layers of "
                 f"{HIDDEN_WIDTH} ({error})"
             ) from error
+        return predictor
+
+    @classmethod
+    def fit(
+        cls, space: SubnetSpace, specs: Sequence[SubnetSpec], accuracy: npt.ArrayLike
+    ) -> AccuracyPredictor:
+        """Fit a predictor to subnets whose accuracies were measured, in any space; a few dozen are enough.
+
+        What is fitted is the Gaussian process by which `search` selects subnets, not once-for-all's network,
+        which needs thousands of subnets. Its features say which choice the subnet takes in every slot. The
+        error comes from cross-validation: the subnets are divided into five parts, and each part is
+        predicted by a fit to the others. The returned predictor is fitted to all subnets.
+
+        Args:
+            space: the space of the supernet.
+            specs: measured subnets, at least 8 distinct ones, `space.sample(0, 40)` for example.
+            accuracy: measured accuracy of each subnet in percent, of shape (subnets,).
+
+        Returns:
+            The predictor; its `error` says how good it is.
+
+        Raises:
+            SearchError: there are too few subnets, or there is not one finite accuracy per subnet.
+            SpecError: a specification is not of this space.
+            MissingExtra: scipy is not installed (`pip install 'subnetact[nas]'`).
+
+        Source:
+            Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006.
+
+        Example:
+            >>> specs = supernet.space.sample(0, 40)
+            >>> predictor = AccuracyPredictor.fit(supernet.space, specs, evaluate(supernet, specs, batches))
+            >>> print(predictor.error)
+        """
+        measured = training_values(specs, accuracy, "accuracy", positive=False)
+        features = encoded(space, [space.check(spec) for spec in specs])
+        predictor = cls(lambda spec: encoded(space, [space.check(spec)])[0], features.shape[1])
+        predictor.network = _GaussianProcess(Surrogate(features, measured))
+        predict = lambda known, percent, new: Surrogate(known, percent).predict(new)  # noqa: E731
+        predictor.error = held_out_error(features, measured, predict, "points")
         return predictor
 
     def __call__(self, spec: SubnetSpec) -> float:

@@ -49,9 +49,12 @@ def evaluate(
             tensor, as `logits` or as the first of several outputs.
 
     Example:
-        As the accuracy of a search:
+        As the accuracy of a search, which chooses on one half of the images and is judged on the other:
 
-            search(supernet, lambda s: evaluate(supernet, [s], batches, calibration=others)[0], latency)
+            def accuracy(spec, on=batches[::2]):
+                return evaluate(supernet, [spec], on, calibration=others)[0]
+
+            search(supernet, accuracy, latency, remeasure_accuracy=partial(accuracy, on=batches[1::2]))
     """
     wanted = supernet.distinct(specs, "evaluate")
     if not isinstance(batches, Iterable):

@@ -1,4 +1,4 @@
-"""The genes of a subnet: initial populations, crossover and mutation in any search space."""
+"""The genes of a subnet: populations, crossover and mutation in any space, and features for predictors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from subnetact.spec import SubnetSpec
 Genes: TypeAlias = list[int]
 """For each slot of each axis, the position of its choice, from the smallest network to the largest."""
 
-SKIPPED_FEATURE = -0.5
-"""Feature of a slot that the subnet skips. The features of other slots are from 0 to 1."""
 INITIAL_DEVIATION = 0.3
 """Standard deviation of the choices of a random initial subnet, as a share of the number of choices."""
 
@@ -27,8 +25,7 @@ class Variation:
     def __init__(self, space: SubnetSpace, rng: np.random.Generator) -> None:
         self.space = space
         self.rng = rng
-        self.slots = [slot for axis in space.axes for slot in axis.slots]
-        self.counts = [len(slot.choices) for slot in self.slots]
+        self.counts = [len(slot.choices) for axis in space.axes for slot in axis.slots]
 
     def spec(self, genes: Sequence[int]) -> SubnetSpec:
         """Return the subnet of the genes. Genes of slots that the subnet skips are ignored."""
@@ -39,22 +36,8 @@ class Variation:
         """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random."""
         return [
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
-            for slot, value in self._chosen(spec)
+            for slot, value in _chosen(self.space, spec)
         ]
-
-    def features(self, specs: Sequence[SubnetSpec]) -> Floats:
-        """Return what describes subnets to a surrogate, (subnets, slots), from 0 (smallest choice) to 1."""
-
-        def feature(slot: Slot, value: Any) -> float:
-            if value is None:
-                return SKIPPED_FEATURE
-            return slot.choices.index(value) / max(len(slot.choices) - 1, 1)
-
-        return np.array([[feature(slot, value) for slot, value in self._chosen(spec)] for spec in specs])
-
-    def _chosen(self, spec: SubnetSpec) -> Iterator[tuple[Slot, Any]]:
-        """Yield every slot with what a subnet has there; None if it skips the slot."""
-        yield from zip(self.slots, chain.from_iterable(self.space.values(spec).values()), strict=True)
 
     def initial(self, levels: int) -> Iterator[SubnetSpec]:
         """Yield without end what a search begins with: even levels, every axis alone, random ones."""
@@ -87,3 +70,24 @@ class Variation:
             other = int(self.rng.integers(self.counts[i] - 1))
             genes[i] = other + (other >= genes[i])
         return genes
+
+
+def encoded(space: SubnetSpace, specs: Sequence[SubnetSpec]) -> Floats:
+    """Return what describes subnets to a surrogate, (subnets, choices of all slots).
+
+    A choice has a 1 if the subnet takes it or a larger one of the slot, otherwise a 0; all choices of a slot
+    that the subnet skips have a 0. So choices are the closer the fewer are between them, and no law of their
+    values is assumed.
+    """
+
+    def features(spec: SubnetSpec) -> list[float]:
+        taken = ((slot.choices, value) for slot, value in _chosen(space, spec))
+        return [float(v in choices[i:]) for choices, v in taken for i in range(len(choices))]
+
+    return np.array([features(spec) for spec in specs])
+
+
+def _chosen(space: SubnetSpace, spec: SubnetSpec) -> Iterator[tuple[Slot, Any]]:
+    """Yield every slot with what a subnet has there; None if it skips the slot."""
+    slots = (slot for axis in space.axes for slot in axis.slots)
+    yield from zip(slots, chain.from_iterable(space.values(spec).values()), strict=True)

@@ -10,43 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.costs.model import CostModel
-from subnetact.errors import SearchError, extra_needed
 from subnetact.latency.arrays import Floats
+from subnetact.nas.prediction_error import PredictionError, held_out_error, training_values
 from subnetact.spec import SubnetSpec
 
-FEWEST_SUBNETS = 8
-"""Distinct measured subnets that a fit needs at least."""
-FOLDS = 5
-"""Parts of the measured subnets in cross-validation."""
 RIDGE = 1e-4
 """Strength of the penalty on the squared weights, relative to the strongest feature."""
-
-
-@dataclass(frozen=True)
-class PredictionError:
-    """How far predictions are off for subnets that were not used for the fit.
-
-    Attributes:
-        mean_percent: mean of the absolute errors, in percent of the measured latency.
-        worst_percent: largest absolute error, in percent of the measured latency.
-        rank_correlation: Spearman's rank correlation of predicted and measured latencies. It is 1 if
-            the order is right, and NaN if all latencies are equal.
-        train: number of subnets that each prediction was fitted to, at least.
-        test: number of subnets that were predicted.
-    """
-
-    mean_percent: float
-    worst_percent: float
-    rank_correlation: float
-    train: int
-    test: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.mean_percent:.1f} % off on average, {self.worst_percent:.1f} % at worst, rank "
-            f"correlation {self.rank_correlation:.3f}, over {self.test} subnets, each predicted from "
-            f"{self.train} others"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +64,9 @@ class LatencyPredictor:
             SpecError: a specification is not of this supernet.
             MissingExtra: scipy is not installed (`pip install 'subnetact[nas]'`).
         """
-        require_scipy()
-        measured = np.asarray(latency_ms, dtype=np.float64)
-        if measured.shape != (len(specs),) or not np.isfinite(measured).all() or (measured <= 0).any():
-            raise SearchError("latency_ms: one positive number for each subnet is needed")
-        if (found := len(set(specs))) < FEWEST_SUBNETS:
-            raise SearchError(f"specs: a fit needs at least {FEWEST_SUBNETS} distinct subnets, got {found}")
+        measured = training_values(specs, latency_ms, "latency_ms", positive=True)
         features = np.stack([_features(costs, spec) for spec in specs])
-        part = np.random.default_rng(0).permutation(len(specs)) % FOLDS
-        predicted = np.empty(len(specs))
-        for fold in range(FOLDS):
-            rest = part != fold
-            predicted[~rest] = features[~rest] @ _weights(features[rest], measured[rest])
-        off = 100 * np.abs(predicted / measured - 1)
-        rank, train = _rank_correlation(predicted, measured), int(len(specs) - np.bincount(part).max())
-        error = PredictionError(float(off.mean()), float(off.max()), rank, train, len(specs))
+        error = held_out_error(features, measured, lambda f, ms, new: new @ _weights(f, ms), "%")
         return cls(costs, _weights(features, measured), error, batch_size)
 
     def __call__(self, spec: SubnetSpec) -> float:
@@ -119,13 +76,6 @@ class LatencyPredictor:
 
 def _features(costs: CostModel, spec: SubnetSpec) -> Floats:
     return np.array([1.0, *costs.vector(spec)])
-
-
-def require_scipy() -> None:
-    """Raise MissingExtra without scipy, before subnets are measured for a fit."""
-    with extra_needed("the latency predictor needs scipy; pip install 'subnetact[nas]'"):
-        import scipy.optimize
-        import scipy.stats  # noqa: F401
 
 
 def _weights(features: Floats, measured: Floats) -> Floats:
@@ -139,11 +89,3 @@ def _weights(features: Floats, measured: Floats) -> Floats:
     target = np.concatenate([np.ones(len(relative)), np.zeros(len(penalty))])
     weights, _ = nnls(np.vstack([relative, penalty]), target)
     return np.asarray(weights / scale, dtype=np.float64)
-
-
-def _rank_correlation(one: Floats, two: Floats) -> float:
-    from scipy.stats import spearmanr
-
-    if np.ptp(one) == 0 or np.ptp(two) == 0:
-        return math.nan
-    return float(spearmanr(one, two).statistic)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from subnetact.latency.pareto import Costs, non_dominated
-from subnetact.nas.genes import Variation
+from subnetact.nas.genes import Variation, encoded
 from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -69,7 +69,7 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
         return children
     newest = range(len(state.found) - 1, -1, -1)
     training_set = list(dict.fromkeys([*front, *newest]))[:LARGEST_TRAINING_SET]
-    known, new = (variation.features(some) for some in ([specs[i] for i in training_set], children))
+    known, new = (encoded(state.space, some) for some in ([specs[i] for i in training_set], children))
     accuracy = Surrogate(known, costs[training_set, 0])
     predicted = [accuracy.predict(new)]
     for latency in costs[training_set, 1:].T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from subnetact.errors import SearchError
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
-from subnetact.latency.pareto import non_dominated, spread
+from subnetact.latency.pareto import hypervolume, non_dominated, spread
 from subnetact.nas.methods import ENUMERABLE_SPACE, METHODS, Objectives, SearchState
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -31,15 +31,18 @@ class Candidate:
 
     Attributes:
         spec: the subnet.
-        accuracy: accuracy in percent.
+        accuracy: accuracy in percent; measured again if the search was given `remeasure_accuracy`.
         latency_ms: latency at the first batch size, in ms.
         latencies_ms: latency at every batch size of the search, in ms.
+        chosen_accuracy: the accuracy in percent that the subnet was chosen by, which flatters it; None if
+            `accuracy` is that one.
     """
 
     spec: SubnetSpec
     accuracy: float
     latency_ms: float
     latencies_ms: tuple[float, ...] = ()
+    chosen_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class SearchResult:
     """What a search has found.
 
     Attributes:
-        front: the chosen Pareto-optimal subnets, in ascending latency by the first latency function.
+        front: the chosen Pareto-optimal subnets, in ascending latency by the first latency function, with
+            the values that were measured again, if any were.
         evaluated: every evaluated subnet with the values that the search saw, in order of evaluation.
         method: "evolution", "exhaustive" or "random".
     """
@@ -55,6 +59,24 @@ class SearchResult:
     front: tuple[Candidate, ...]
     evaluated: tuple[Candidate, ...]
     method: str
+
+    def hypervolume(self, reference: Sequence[float] | None = None) -> float:
+        """Return the hypervolume of the chosen front, by which searches are compared; see `hypervolume`.
+
+        Args:
+            reference: an accuracy in percent and one latency in ms per latency function. By default the worst
+                of all evaluated subnets, objective by objective; searches that are compared need the same.
+
+        Returns:
+            The hypervolume, in percent times ms for one latency function.
+
+        Raises:
+            TableError: there is not one number of the reference per objective.
+        """
+        latencies = zip(*(one.latencies_ms for one in self.evaluated), strict=True)
+        worst = min(one.accuracy for one in self.evaluated), *map(max, latencies)
+        points = [(one.accuracy, *one.latencies_ms) for one in self.front]
+        return hypervolume(points, worst if reference is None else reference)
 
 
 def search(
@@ -66,6 +88,7 @@ def search(
     seed: int = 0,
     method: str | None = None,
     remeasure: Callable[[SubnetSpec], float | Sequence[float]] | None = None,
+    remeasure_accuracy: Callable[[SubnetSpec], float] | None = None,
     resume: StrPath | None = None,
     progress: bool = True,
 ) -> SearchResult:
@@ -77,6 +100,12 @@ def search(
 
     Accuracy and latency can be any functions: predictors, cost models, true evaluation, measurement. If
     they are deterministic, the search is as well.
+
+    A search prefers subnets that its images happen to flatter, so that the accuracies it chose by are too
+    high, the more so the fewer images there are (the winner's curse). `remeasure_accuracy` measures the
+    chosen subnets again, on images that chose none of them, and its values are free of that. Therefore none
+    is dropped for its second accuracy, which would be another choice: in these accuracies, one subnet of the
+    front may be better than another one that is slower.
 
     Args:
         supernet: the supernet whose space is searched.
@@ -90,6 +119,9 @@ def search(
         remeasure: measures a chosen subnet again, and returns its latency in ms or one latency per latency
             function. The front then holds only subnets that are still Pareto-optimal after their second
             measurement; others take the places of those that are not.
+        remeasure_accuracy: returns the accuracy of a chosen subnet in percent on other data than `accuracy`
+            used. It is called for the subnets of the front in the end, and becomes their `accuracy`; the one
+            that they were chosen by stays as `chosen_accuracy`.
         resume: file to which every evaluation is written at once. If the file exists, what it holds is not
             evaluated again, and the result is the same as without the interruption.
         progress: if True, show a progress bar when standard error is a terminal.
@@ -108,8 +140,16 @@ def search(
         Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
 
     Example:
-        >>> found = search(supernet, accuracy_predictor, latency_predictor, size=20)
-        >>> [candidate.spec for candidate in found.front]
+        Half of the labelled images choose, and the other half says how accurate the chosen ones are:
+
+            validation, test = batches[::2], batches[1::2]
+            result = search(
+                supernet,
+                lambda spec: evaluate(supernet, [spec], validation, calibration=images)[0],
+                latency_predictor,
+                remeasure_accuracy=lambda spec: evaluate(supernet, [spec], test, calibration=images)[0],
+            )
+            [(one.spec, one.accuracy, one.latency_ms) for one in result.front]
     """
     space, functions = supernet.space, list(latency) if isinstance(latency, Sequence) else [latency]
     for name, value, least in (("evaluations", evaluations, 2), ("size", size, 1), ("seed", seed, 0)):
@@ -150,6 +190,10 @@ def search(
     latencies = _front(state, size, again, progress and remeasure is not None)
     ranked = sorted(latencies.items(), key=lambda item: item[1])
     front = tuple(Candidate(spec, state.found[spec][0], ms[0], ms) for spec, ms in ranked)
+    if remeasure_accuracy is not None:
+        judge: Measured = lambda spec: _finite(spec, [remeasure_accuracy(spec)], [])  # noqa: E731
+        judge = _remembered(judge, journal, "remeasured_accuracy", space, 1)
+        front = tuple(replace(c, accuracy=judge(c.spec)[0], chosen_accuracy=c.accuracy) for c in front)
     evaluated = tuple(Candidate(spec, one[0], one[1], one[1:]) for spec, one in state.found.items())
     return SearchResult(front, evaluated, method)
 

@@ -26,7 +26,8 @@ from subnetact.files.documents import parse_json
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import percentages
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
-from subnetact.nas.latency_predictor import FEWEST_SUBNETS, LatencyPredictor, require_scipy
+from subnetact.nas.latency_predictor import LatencyPredictor
+from subnetact.nas.prediction_error import FEWEST_SUBNETS, require_scipy
 from subnetact.nas.search import search
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource
 from subnetact.spec import SubnetSpec

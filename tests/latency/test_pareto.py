@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypervolume import hypervolume
 from hypothesis import given
 from hypothesis import strategies as st
 
 import subnetact
 from subnetact.errors import TableError
-from subnetact.latency.pareto import non_dominated, spread
+from subnetact.latency.pareto import hypervolume, non_dominated, spread
 
 COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
 
@@ -46,6 +45,14 @@ def test_hypervolume_counts_the_cells_that_points_dominate(
 def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> None:
     cells = {(x, y, z) for a, b, c in rows for x in range(a) for y in range(b, 4) for z in range(c, 4)}
     assert hypervolume(rows, (0, 4, 4)) == len(cells)
+
+
+def test_the_default_reference_is_the_worst_of_the_points() -> None:
+    points = [(70.0, 1.0), (75.0, 2.0), (60.0, 4.0)]
+    assert hypervolume(points) == hypervolume(points, (60.0, 4.0)) == 40.0
+    for wrong, reference in (([], None), ([70.0], None), ([(70.0, float("nan"))], None), (points, (60.0,))):
+        with pytest.raises(TableError, match=r"points|reference"):
+            hypervolume(wrong, reference)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import nn
 import subnetact
 import subnetact.nas
 from ofa_adapters import encode, load
-from subnetact.errors import CheckpointError, SpecError
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import CheckpointError, ForeignSpec, SearchError, SpecError
 
 SIZES = [128, 144, 160, 176, 192, 224, 240, 256]
 
@@ -73,6 +75,31 @@ def test_the_tutorials_predictor_loads_too(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = 100 * theirs(torch.stack([torch.from_numpy(features(spec)) for spec in specs]))
     np.testing.assert_allclose([predictor(spec) for spec in specs], expected[:, 0].numpy(), rtol=1e-5)
+
+
+def test_a_fit_predicts_what_it_has_not_seen_as_well_as_it_says() -> None:
+    supernet = load_digits_supernet()
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "digits" / "accuracy.json").read_text())
+    true = dict(zip(supernet.space.enumerate(), golden["accuracy"], strict=True))
+    specs = supernet.space.sample(0, 40)
+    fit = partial(subnetact.nas.AccuracyPredictor.fit, supernet.space)
+    predictor = fit(specs, [true[spec] for spec in specs])
+    off = np.array([abs(predictor(spec) - true[spec]) for spec in true if spec not in specs])
+    assert predictor.error is not None
+    assert 0.5 * off.mean() < predictor.error.mean_percent < 2 * off.mean() < 4
+    assert "points off on average" in str(predictor.error)
+    noise = np.random.default_rng(0).uniform(50, 80, len(specs))
+    chance = fit(specs, noise).error
+    assert chance is not None
+    assert chance.rank_correlation < 0.5
+    assert chance.mean_percent > 5
+    for values, words in ((noise[:3], "one finite number"), (noise * np.nan, "one finite number")):
+        with pytest.raises(SearchError, match=words):
+            fit(specs, values)
+    with pytest.raises(SearchError, match="at least 8 distinct subnets, got 1"):
+        fit(specs[:1] * 9, noise[:9])
+    with pytest.raises(ForeignSpec):
+        predictor(load("ofa_mbv3", None).space.smallest())
 
 
 class Harmful:

@@ -16,7 +16,7 @@ import subnetact
 import subnetact.costs
 import subnetact.nas
 from subnetact.errors import MissingExtra, SearchError
-from subnetact.nas.latency_predictor import require_scipy
+from subnetact.nas.prediction_error import require_scipy
 from subnetact.supernet.supernet import Supernet
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypervolume import hypervolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_families import small_supernet
@@ -26,8 +25,10 @@ from subnetact.errors import (
     FileFormatError,
     ResumeMismatch,
     SearchError,
+    TableError,
 )
 from subnetact.files.journal import Journal
+from subnetact.latency import hypervolume
 from subnetact.nas.genes import Variation
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -116,13 +117,14 @@ def test_a_killed_search_resumes_to_the_same_result(
             method=method,
             seed=4,
             remeasure=again,
+            remeasure_accuracy=counted,
             resume=path,
             progress=False,
         )
 
     whole = run(math.inf, None)
     total = len(asked)
-    assert total <= 864 + 60
+    assert total <= 864 + 60 + 8
     done = int(share * total)
     with pytest.raises(Killed):
         run(done, state)
@@ -147,25 +149,75 @@ def test_evolution_evaluates_distinct_subnets_and_all_count(made_up: tuple[Super
     assert [c.spec for c in other.evaluated] != specs
 
 
-def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
-    """On true accuracies of all 864 subnets, which benchmarks/search.py evaluated."""
+@pytest.fixture(scope="module")
+def true_digits() -> tuple[Supernet, dict[SubnetSpec, float], dict[SubnetSpec, float]]:
+    """True accuracies of all 864 subnets, which benchmarks/search.py evaluated, and their million MACs."""
     supernet = load_digits_supernet()
     data = json.loads((Path(__file__).parents[1] / "golden" / "digits" / "accuracy.json").read_text())
     assert data["space"] == supernet.space.id
     assert data["supernet"] == supernet.fingerprint()
     model = subnetact.costs.CostModel(supernet, torch.empty(1, 1, 16, 16))
     specs = list(supernet.space.enumerate())
-    accuracy = dict(zip(specs, data["accuracy"], strict=True))
-    macs = {spec: model(spec).macs / 1e6 for spec in specs}
-    points = [(accuracy[spec], macs[spec]) for spec in specs]
-    reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = hypervolume(points, reference)
-    found = subnetact.search(
-        supernet, accuracy.__getitem__, macs.__getitem__, evaluations=86, seed=0, progress=False
-    )
-    assert len(found.evaluated) == 86
-    front = [(c.accuracy, c.latency_ms) for c in found.front]
-    assert hypervolume(front, reference) >= 0.99 * whole
+    return supernet, dict(zip(specs, data["accuracy"], strict=True)), {s: model(s).macs / 1e6 for s in specs}
+
+
+@pytest.mark.parametrize(("evaluations", "share"), [(50, 0.975), (100, 0.985), (200, 0.999)])
+def test_few_evaluations_find_the_front_of_the_digits(
+    true_digits: Any, evaluations: int, share: float
+) -> None:
+    supernet, accuracy, macs = true_digits
+    reference = min(accuracy.values()), max(macs.values())
+    whole = hypervolume([(accuracy[spec], macs[spec]) for spec in accuracy], reference)
+    for seed in range(3):
+        volume = {}
+        for method in ("evolution", "random"):
+            result = subnetact.search(
+                supernet, accuracy.__getitem__, macs.__getitem__,
+                evaluations=evaluations, seed=seed, method=method, progress=False,
+            )  # fmt: skip
+            assert len(result.evaluated) == evaluations
+            volume[method] = result.hypervolume(reference)
+        assert volume["evolution"] >= max(share * whole, volume["random"])
+
+
+def test_accuracies_measured_again_are_not_flattered(true_digits: Any, tmp_path: Path) -> None:
+    supernet, true, macs = true_digits
+    rng = np.random.default_rng(0)
+    first, second = ({spec: true[spec] + 2 * rng.standard_normal() for spec in true} for _ in range(2))
+    asked: list[SubnetSpec] = []
+
+    def judge(spec: SubnetSpec) -> float:
+        asked.append(spec)
+        return second[spec]
+
+    def run(**further: Any) -> subnetact.nas.SearchResult:
+        named = {"evaluations": 864, "size": 1000, "progress": False, **further}
+        return subnetact.search(supernet, first.__getitem__, macs.__getitem__, **named)
+
+    plain, judged = run(), run(remeasure_accuracy=judge, resume=tmp_path / "state.jsonl")
+    specs = [one.spec for one in judged.front]
+    assert specs == [one.spec for one in plain.front] == asked, "the second accuracy chooses nothing"
+    assert [one.chosen_accuracy for one in judged.front] == [one.accuracy for one in plain.front]
+    assert [one.accuracy for one in judged.front] == [second[spec] for spec in specs]
+    assert judged.evaluated == plain.evaluated
+    flattery = [np.mean([value[spec] - true[spec] for spec in specs]) for value in (first, second)]
+    assert flattery[0] > 1.0 > 3 * abs(flattery[1])
+    assert run(remeasure_accuracy=judge, resume=tmp_path / "state.jsonl") == judged
+    assert asked == specs, "nothing is evaluated twice"
+
+
+def test_a_table_serves_as_the_latency_of_its_own_subnets(true_digits: Any) -> None:
+    supernet, accuracy, macs = true_digits
+    keys, ms = [spec.key for spec in macs], [[value, 4 * value] for value in macs.values()]
+    table = subnetact.LatencyTable(keys, list(accuracy.values()), [1, 4], ms)
+    latencies = [table.latency_of(1), table.latency_of(2)]
+    result = subnetact.search(supernet, accuracy.__getitem__, latencies, evaluations=864, progress=False)
+    for one in result.front:
+        np.testing.assert_allclose(one.latencies_ms, [macs[one.spec], 2 * macs[one.spec]])
+    with pytest.raises(TableError, match="batch size 5"):
+        table.latency_of(5)
+    with pytest.raises(TableError, match="LatencyPredictor fitted to these predicts others"):
+        subnetact.search(supernet, accuracy.__getitem__, table.select([0, 1]).latency_of(1), progress=False)
 
 
 def sums_of_sizes(supernet: Supernet) -> dict[SubnetSpec, float]:
@@ -276,6 +328,7 @@ def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any])
         ({"latency": lambda _: -1.0}, "at least 0 ms"),
         ({"remeasure": lambda _: -1.0}, "at least 0 ms"),
         ({"remeasure": lambda _: [1.0, 2.0]}, "remeasure"),
+        ({"remeasure_accuracy": lambda _: float("nan")}, "finite"),
     ):
         arguments = {"accuracy": accuracy, "latency": latency, "evaluations": 20, "progress": False, **given_}
         with pytest.raises(SearchError, match=words):
@@ -308,7 +361,7 @@ def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any]
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize("record", ["evaluated", "remeasured"])
+@pytest.mark.parametrize("record", ["evaluated", "remeasured", "remeasured_accuracy"])
 @pytest.mark.parametrize(
     "facts",
     [
@@ -326,6 +379,7 @@ def test_impossible_evaluations_are_refused(
     supernet, accuracy, latency = made_up
     path = tmp_path / "state.jsonl"
     arguments = {"evaluations": 30, "resume": path, "remeasure": latency, "progress": False}
+    arguments["remeasure_accuracy"] = accuracy
     subnetact.search(supernet, accuracy, latency, **arguments)
     environment = json.loads(path.read_text().splitlines()[0])["environment"]
     if facts.get("spec") == "smallest":
