@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,8 @@ __all__ = [
     "synchronize",
 ]
 
+_FAMILY = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+"""What tells processors of one name apart: "AMD EPYC" is of all generations."""
 _UNITS = frozenset(("vnni", "bf16", "amx"))
 _SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
 _LIMITS: dict[str, frozenset[str]] = {
@@ -100,7 +103,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement."""
     described: dict[str, Any] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor({"model name": ""}) or platform.processor(),
+        **({"processor": family} if (family := _processor(_FAMILY)) else {}),
         "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
         "threads": torch.get_num_threads(),
@@ -117,13 +121,14 @@ def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _processor() -> str:
+def _processor(names: Mapping[str, str]) -> str:
+    """Return facts of the first processor, each behind its word, as Linux tells them; "" if it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        return ""
+    facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+    return " ".join(f"{word} {facts[name]}".strip() for name, word in names.items() if facts.get(name))
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,11 +20,12 @@ from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency import arrays
 from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
+from subnetact.latency.pareto import pareto_front
 
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
 )
-NOT_IN_MS = ("stable", "windows", "runs")
+NOT_IN_MS = ("stable", "windows", "runs", "busy", "fused")
 """Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
 
 
@@ -43,8 +44,10 @@ class LatencyTable:
         batch_sizes: the measured batch sizes, ascending.
         latency_ms: read-only float64 array of shape (subnets, batch sizes), ms.
         statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
-            also has "stable" (1 or 0), "windows" and "runs" (counts). A statistic measured with 2 co-runners
-            has a name such as "p99_with_2_co_runners".
+            also has "stable" (1 or 0), "windows" and "runs" (counts), "busy" (the share of the time for which
+            the process waited for a CPU) and, if the subnets were measured as an engine serves them, "fused"
+            (1 or 0). A statistic measured with 2 co-runners has a name such as "p99_with_2_co_runners", and one
+            of extracted networks beside the subnets "p99_of_extract".
         stamp: facts about the device and the measurement, of values that JSON can hold.
         co_runners: the numbers of co-runners that latencies were measured with, ascending, >= 0; empty if
             latencies were measured without co-runners only.
@@ -118,6 +121,46 @@ class LatencyTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LatencyTable.from_json, (self.to_json(),)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
+        mode, fused = self.stamp.get("mode", ""), self.statistics.get("fused")
+        if fused is not None:
+            return tuple("fused" if row.any() else "zero-copy" for row in np.nan_to_num(fused))
+        if mode == "as served" and "fused" in self.stamp:  # A table that has no such statistic yet.
+            return tuple("fused" if i in self.stamp["fused"] else "zero-copy" for i in range(len(self.subnets)))
+        return (mode,) * len(self.subnets) if mode else ()
+
+    @property
+    def conditions(self) -> str:
+        """What latencies are of, in one line: mode, batch sizes, threads and processor, as far as known."""
+        stamp, modes = self.stamp, " and ".join(sorted(set(self.modes)))
+        of_gpu, threads = stamp.get("device") == "cuda", stamp.get("threads")
+        sizes = f"batch size{'s' * (len(self.batch_sizes) > 1)} {', '.join(map(str, self.batch_sizes))}"
+        counted = f"{threads} thread{'s' * (threads != 1)}" if threads and not of_gpu else ""
+        names = (stamp.get("device_name"), None if of_gpu else stamp.get("processor"))
+        return ", ".join(filter(None, (modes, sizes, counted, " ".join(map(str, filter(None, names))))))
+
+    def front(self, batch_size: int) -> list[int]:
+        """Return the rows of the subnets that no other one dominates at a batch size, fastest first.
+
+        Args:
+            batch_size: a measured one. Cells that cannot run are left out.
+
+        Raises:
+            TableError: the table mixes modes, an accuracy is not known, or the batch size was not measured.
+        """
+        if len(set(self.modes)) > 1:
+            raise TableError(
+                f"the table mixes modes: {self.conditions}; the front would be that of the mixture. Measure all "
+                "subnets in one: profile_latency(engine), or profile_latency(engine, mode='zero-copy')"
+            )
+        if batch_size not in self.batch_sizes:
+            raise TableError(f"batch size {batch_size}: measured were {', '.join(map(str, self.batch_sizes))}")
+        accuracy, ms = self.known_accuracy(), self.latency_ms[:, self.batch_sizes.index(batch_size)]
+        ran = np.flatnonzero(~np.isnan(ms)).tolist()
+        return pareto_front(ran, cost=lambda i: float(ms[i]), gain=lambda i: accuracy[i])
 
     @property
     def fastest_ms(self) -> float:
@@ -295,7 +338,7 @@ class LatencyTable:
                 f"sizes ({self!r} and {other!r})"
             )
         first, second = (int(np.isfinite(cells).sum() - both) for cells in compared)
-        names = [name for name in {**self.stamp, **other.stamp} if name != "measured"]
+        names = [name for name in {**self.stamp, **other.stamp} if name not in ("measured", "command", "clock_mhz")]
         facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
         differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
         return Comparison(tuple(keys), tuple(sizes), ratios, statistic or "latency", first, second, differing)
@@ -362,7 +405,7 @@ class LatencyTable:
         span = f"{min(known):g}-{max(known):g} %" if known else "accuracy not known"
         return (
             f"LatencyTable({len(self.subnets)} subnets, {span}, "
-            f"batch sizes {list(self.batch_sizes)}, fastest {self.fastest_ms:.3g} ms)"
+            f"fastest {self.fastest_ms:.3g} ms; {self.conditions})"
         )
 
 

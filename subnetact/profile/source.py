@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -32,12 +32,16 @@ RANDOM_PREFIX = "random:"
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle."""
+    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle.
+
+    `origin` has the arguments of `load_source` that were given.
+    """
 
     supernet: Supernet
     sample: Tensor
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_source(
@@ -68,6 +72,7 @@ def load_source(
         precision: the precisions that subnets may choose (default: the bundle's, or float32). Subnets in
             files name theirs under the key precision; those that do not are float32.
     """
+    origin = {name: value for name, value in locals().items() if value}
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1 and given != ["model", "bundle"]:
         raise SpecError(f"{' and '.join(given)} were given; give one of them")
@@ -115,7 +120,7 @@ def load_source(
         )
     name = input_dtype or (dtype if usual.is_floating_point() else None)
     sample = torch.zeros(input_shape or usual.shape, dtype=_dtype(name) if name else usual.dtype)
-    return ProfileSource(supernet, sample, specs, accuracy)
+    return ProfileSource(supernet, sample, specs, accuracy, origin)
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool = False) -> Any:
