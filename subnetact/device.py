@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from subnetact.errors import DeviceError, first_line
 __all__ = [
     "MachineFacts",
     "find_device",
+    "load",
     "machine",
     "machine_facts",
+    "processor",
     "raise_if_explained",
     "raise_if_out_of_memory",
     "ran_out_of_memory",
     "synchronize",
 ]
 
-_FAMILY = {"cpu family": "family", "model": "model", "stepping": "stepping"}
-"""What tells processors of one name apart: "AMD EPYC" is of all generations."""
+_LIBRARIES = ("numpy", "scipy", "torchvision", "timm")
+"""Libraries whose versions a stamp has where they are installed."""
 _UNITS = frozenset(("vnni", "bf16", "amx"))
 _SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
 _LIMITS: dict[str, frozenset[str]] = {
@@ -99,36 +102,59 @@ def machine_facts(device: str) -> MachineFacts:
     )
 
 
+def load() -> dict[str, Any]:
+    """Describe what changes from minute to minute: the clock of a processor, and how many processes run."""
+    average = [round(number, 2) for number in os.getloadavg()] if hasattr(os, "getloadavg") else []
+    return {"clock_mhz": processor("cpu MHz"), "load_average": average}
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement."""
     described: dict[str, Any] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor({"model name": ""}) or platform.processor(),
-        **({"processor": family} if (family := _processor(_FAMILY)) else {}),
+        "device_name": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else processor("model name") or platform.processor(),
+        "processor": processor("cpu family", "model", "stepping"),  # "AMD EPYC" is of all generations.
         "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
+        "commit": _commit(Path(__file__).parents[1]),
+        "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
     }
     if device.type == "cuda":
         described["cuda"] = torch.version.cuda
     return described
 
 
+def _commit(folder: Path) -> str:
+    """Return the commit of a checkout, or else that from which pip installed this package; "" if neither."""
+    git = folder / ".git"
+    try:
+        place = folder / git.read_text().split()[1] if git.is_file() else git  # A file is that of a worktree.
+        return (place / "logs" / "HEAD").read_text().splitlines()[-1].split()[1]
+    except (OSError, IndexError):
+        urls = [json.loads(one.read_text("direct_url.json") or "{}") for one in distributions(name="subnetact")]
+        return next((url["vcs_info"]["commit_id"] for url in urls if "vcs_info" in url), "")
+
+
 def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _processor(names: Mapping[str, str]) -> str:
-    """Return facts of the first processor, each behind its word, as Linux tells them; "" if it does not."""
+def processor(*names: str) -> str:
+    """Return facts of the first processor, as /proc/cpuinfo names them: "cpu MHz"; "" where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return ""
     facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
-    return " ".join(f"{word} {facts[name]}".strip() for name, word in names.items() if facts.get(name))
+    return " ".join(
+        facts[name] if len(names) == 1 else f"{name} {facts[name]}" for name in names if name in facts
+    )
 
 
 def synchronize(device: torch.device) -> None:

@@ -97,14 +97,12 @@ def doubts(table: LatencyTable, engine: Any, threads: int | None = None) -> str:
 def run_otherwise(table: LatencyTable, engine: Any) -> str:
     """Say which subnets an engine runs in another mode than a table was measured in; "" if none."""
     modes = [engine.mode_of(i) for i in engine.ids] if hasattr(engine, "mode_of") else []
-    differing = [(i, *pair) for i, pair in enumerate(zip(table.modes, modes, strict=False)) if len(set(pair)) > 1]
-    if not differing:
-        return ""
-    ways = " and ".join(sorted({f"{one[1]}, which run {one[2]}" for one in differing}))
-    return (
-        f"{len(differing)} of {len(modes)} subnets were measured {ways}: measure what runs, "
-        'profile_latency(engine, mode="as served"), or make an engine that runs all alike, Engine(..., fuse=False)'
+    pairs = [pair for pair in zip(table.modes, modes, strict=False) if len(set(pair)) > 1]
+    ways = ", ".join(sorted({f"measured {measured}, which run {runs}" for measured, runs in pairs}))
+    advice = (
+        'profile_latency(engine, mode="as served") measures what runs, Engine(..., fuse=False) runs all alike'
     )
+    return f"{len(pairs)} of {len(modes)} subnets were {ways}: {advice}" if pairs else ""
 
 
 def unsure(table: LatencyTable) -> str:

@@ -125,42 +125,51 @@ class LatencyTable:
     @property
     def modes(self) -> tuple[str, ...]:
         """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
-        mode, fused = self.stamp.get("mode", ""), self.statistics.get("fused")
-        if fused is not None:
-            return tuple("fused" if row.any() else "zero-copy" for row in np.nan_to_num(fused))
-        if mode == "as served" and "fused" in self.stamp:  # A table that has no such statistic yet.
-            return tuple("fused" if i in self.stamp["fused"] else "zero-copy" for i in range(len(self.subnets)))
+        mode, fused = self.stamp.get("mode"), self.statistics.get("fused")
+        if mode == "as served":  # The stamp of earlier tables alone says which were fused.
+            rows = range(len(self.subnets))
+            are = (
+                [i in self.stamp.get("fused", ()) for i in rows]
+                if fused is None
+                else np.nanmax(fused, axis=1)
+            )
+            return tuple("fused" if fuses else "zero-copy" for fuses in are)
         return (mode,) * len(self.subnets) if mode else ()
 
     @property
     def conditions(self) -> str:
         """What latencies are of, in one line: mode, batch sizes, threads and processor, as far as known."""
         stamp, modes = self.stamp, " and ".join(sorted(set(self.modes)))
-        of_gpu, threads = stamp.get("device") == "cuda", stamp.get("threads")
         sizes = f"batch size{'s' * (len(self.batch_sizes) > 1)} {', '.join(map(str, self.batch_sizes))}"
-        counted = f"{threads} thread{'s' * (threads != 1)}" if threads and not of_gpu else ""
-        names = (stamp.get("device_name"), None if of_gpu else stamp.get("processor"))
-        return ", ".join(filter(None, (modes, sizes, counted, " ".join(map(str, filter(None, names))))))
+        facts = [modes, sizes, stamp.get("device_name")]
+        if stamp.get("device") != "cuda" and (threads := stamp.get("threads")):
+            facts[2:] = [f"{threads} thread{'s' * (threads != 1)}", facts[2], stamp.get("processor")]
+        return ", ".join(str(fact) for fact in facts if fact)
 
-    def front(self, batch_size: int) -> list[int]:
+    def front(self, batch_size: float) -> list[int]:
         """Return the rows of the subnets that no other one dominates at a batch size, fastest first.
 
         Args:
-            batch_size: a measured one. Cells that cannot run are left out.
+            batch_size: as in `latency_at`. Subnets that cannot run are left out.
 
         Raises:
-            TableError: the table mixes modes, an accuracy is not known, or the batch size was not measured.
+            TableError: the table mixes modes, an accuracy is not known, or the batch size is outside of it.
+
+        Example:
+            >>> LatencyTable(["a", "b", "c"], [70.0, 69.0, 75.0], [1], [[1], [2], [3]]).front(1)
+            [0, 2]
         """
         if len(set(self.modes)) > 1:
             raise TableError(
-                f"the table mixes modes: {self.conditions}; the front would be that of the mixture. Measure all "
-                "subnets in one: profile_latency(engine), or profile_latency(engine, mode='zero-copy')"
+                f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; measure "
+                "all subnets in one mode: profile_latency(engine)"
             )
-        if batch_size not in self.batch_sizes:
-            raise TableError(f"batch size {batch_size}: measured were {', '.join(map(str, self.batch_sizes))}")
-        accuracy, ms = self.known_accuracy(), self.latency_ms[:, self.batch_sizes.index(batch_size)]
-        ran = np.flatnonzero(~np.isnan(ms)).tolist()
-        return pareto_front(ran, cost=lambda i: float(ms[i]), gain=lambda i: accuracy[i])
+        accuracy, ms = (
+            self.known_accuracy(),
+            [self.latency_at(i, batch_size) for i in range(len(self.subnets))],
+        )
+        ran = (i for i, time_ms in enumerate(ms) if not math.isnan(time_ms))
+        return pareto_front(ran, cost=ms.__getitem__, gain=accuracy.__getitem__)
 
     @property
     def fastest_ms(self) -> float:
@@ -338,7 +347,9 @@ class LatencyTable:
                 f"sizes ({self!r} and {other!r})"
             )
         first, second = (int(np.isfinite(cells).sum() - both) for cells in compared)
-        names = [name for name in {**self.stamp, **other.stamp} if name not in ("measured", "command", "clock_mhz")]
+        names = [
+            name for name in {**self.stamp, **other.stamp} if name not in ("measured", "command", "clock_mhz")
+        ]
         facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
         differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
         return Comparison(tuple(keys), tuple(sizes), ratios, statistic or "latency", first, second, differing)

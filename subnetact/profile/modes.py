@@ -14,14 +14,13 @@ import torch
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
-from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 
 MODES = ("zero-copy", "fused", "graphs", "compile", "view", "extract")
 """How a subnet is run: by an engine in four ways, or as an ordinary module, with the supernet's weights or its own."""
 AS_SERVED = "as served"
 """Each subnet as the engine runs it, some as fused programs and others not: a mixture."""
-BY_ENGINE, BESIDE = MODES[:4], MODES[4:]
+BESIDE = MODES[4:]
 INCLUDES = ("h2d",)
 
 
@@ -36,19 +35,10 @@ def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
 
 def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
     """Refuse a mode, or an addition to the timed call, that a device does not have."""
-    if mode not in (*MODES, AS_SERVED):
-        raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join((*MODES, AS_SERVED))}")
     if mode == "graphs" and device.type != "cuda":
         raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose fused or zero-copy")
     if "h2d" in include and device.type == "cpu":
         raise DeviceError("include: on a CPU no input is copied to a device; leave h2d out")
-
-
-def check_beside(beside: Sequence[str], engine: Any) -> None:
-    """Refuse what is not measured beside another mode: only ordinary modules of an Engine's subnets are."""
-    wrong = [mode for mode in beside if mode not in BESIDE or not isinstance(engine, Engine)]
-    if wrong or len(set(beside)) < len(beside):
-        raise TableError(f"beside: {list(beside)}; choose from {', '.join(BESIDE)}, of the subnets of an Engine")
 
 
 def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
@@ -85,47 +75,44 @@ class ScriptedProgram:
 
 
 def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
-    """Return an engine that runs all subnets of another one in one mode, and the mode.
+    """Return an engine that runs all subnets of another one in one mode, and the mode of a `TimedRunner`.
 
-    If none is given, it is the one in which the engine runs all of them, or else zero-copy, in which every
-    engine can run any. An engine that does so already is returned itself.
+    If no mode is given, it is the one in which the engine runs all of them, or else zero-copy, in which every
+    engine can run any. An engine that runs them so already is measured as it is served.
     """
-    if not isinstance(engine, Engine):
-        if mode not in (None, AS_SERVED):
-            raise TableError(f"mode: {mode!r} is for an Engine; what was exported runs {AS_SERVED}")
+    is_engine = isinstance(engine, Engine)
+    present = {engine.mode_of(i) for i in engine.ids} if is_engine else {AS_SERVED}
+    if mode == AS_SERVED or (len(present) == 1 and mode in (None, *present)):
         return engine, AS_SERVED
-    present = {engine.mode_of(i) for i in engine.ids}
-    mode = mode or (present.pop() if len(present) == 1 else "zero-copy")
+    mode = mode or "zero-copy"
+    if mode not in MODES or not is_engine:
+        allowed = ", ".join((*MODES, AS_SERVED)) if is_engine else f"{AS_SERVED}; others are for an Engine"
+        raise TableError(f"mode: {mode!r} is none of {type(engine).__name__}; choose from {allowed}")
     check_mode(mode, (), engine.device)
-    if mode not in BY_ENGINE or {engine.mode_of(i) for i in engine.ids} == {mode}:
-        return engine, mode
-    options = mode_options(mode, engine.config.memory_budget_mb)
-    return Engine.from_config(engine.supernet, replace(engine.config, pinned=(), prepared=(), **options)), mode
+    options = {"pinned": (), "prepared": (), **mode_options(mode, engine.config.memory_budget_mb)}
+    config = replace(engine.config, **options)
+    return engine if mode in BESIDE else Engine.from_config(engine.supernet, config), mode
 
 
 class TimedRunner:
     """Makes the calls to time, in one mode, of an engine with its `mode_options`, or as the engine is served."""
 
     def __init__(
-        self,
-        engine: Any,
-        mode: str = AS_SERVED,
-        include: Sequence[str] = (),
-        sample: Any = None,
-        prepares: bool = True,
+        self, engine: Any, mode: str = AS_SERVED, include: Sequence[str] = (), sample: Any = None
     ) -> None:
         self.engine, self.mode, self.facts = engine, mode, run_facts(mode, include)
         self.facts["program"] = engine.program
         # What a journal of an engine that runs its subnets in another way must not have.
-        if isinstance(engine, Engine) and mode in (AS_SERVED, "compile"):
-            config = engine.config
+        if mode == AS_SERVED and isinstance(engine, Engine):
+            config, modes = engine.config, {i: engine.mode_of(i) for i in engine.ids}
             self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}
-        if isinstance(engine, Engine) and mode == AS_SERVED:
-            self.facts["fused"] = [i for i in engine.ids if engine.is_fused(i)]
+            if len(set(modes.values())) == 1:
+                self.facts["mode"] = modes[engine.ids[0]]
+            else:
+                self.facts["fused"] = [i for i in modes if engine.is_fused(i)]
         self.sample = engine.sample if sample is None else sample
-        self._prepares = prepares and mode == "compile"
         self._inputs: dict[int, Any] = {}
-        self._network: dict[int, Any] = {}
+        self._modules: dict[int, Any] = {}
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
@@ -135,10 +122,12 @@ class TimedRunner:
         x = self._inputs[batch_size]
         run = self.engine.ready(subnet)
         if self.mode in BESIDE:
-            run = partial(call_with, self._module(subnet, run.spec))
-        elif self._prepares:
+            make = getattr(self.engine.supernet, "subnet" if self.mode == "view" else "extract")
+            self._modules = {subnet: self._modules.get(subnet) or make(run.spec)}  # for the next batch size
+            run = partial(call_with, self._modules[subnet])
+        if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
-        elif self.mode == "fused" and not self.engine.is_fused(subnet):
+        if self.mode == "fused":
             self._pin(subnet)
         with torch.inference_mode():
             if self.facts["include_h2d"]:
@@ -146,13 +135,6 @@ class TimedRunner:
                 yield lambda: run(map_tensors(lambda part: part.to(device, non_blocking=True), host))
             else:
                 yield lambda: run(x)
-
-    def _module(self, subnet: int, spec: SubnetSpec) -> Any:
-        """Return the ordinary module of a subnet; the last one is kept, for the next batch size."""
-        if subnet not in self._network:
-            supernet = self.engine.supernet
-            self._network = {subnet: supernet.subnet(spec) if self.mode == "view" else supernet.extract(spec)}
-        return self._network[subnet]
 
     def _pin(self, subnet: int) -> None:
         """Let a subnet run as a fused program; those that were measured before may take its room."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,12 +26,12 @@ from subnetact.elastic.folder import INDEX
 from subnetact.engine.budget import budget_bytes
 from subnetact.engine.engine import Engine
 from subnetact.errors import SubnetActError, TableError, UncalibratedSubnetWarning
+from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
-from subnetact.profile.provenance import files_in
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment, weights_of
@@ -96,9 +97,8 @@ def checked(
     job: ProfileJob, source: ProfileSource, command: Sequence[str] = ()
 ) -> tuple[Wanted, Iterable[Any]]:
     """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
-    if not (job.resume and (job.work / JOURNAL_FILE).exists()):
-        for path in (job.out, job.scheduler_out):
-            _require_own(path, command)
+    for path in filter(Path.is_file, () if job.resume and job.work.exists() else (job.out, job.scheduler_out)):
+        _require_own(path, command)
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
@@ -120,21 +120,20 @@ def checked(
 
 def _require_own(path: Path, command: Sequence[str]) -> None:
     """Refuse to replace a file that another command made."""
-    if path.is_file():
-        with suppress(SubnetActError):
-            if command and LatencyTable.load(path).stamp.get("command") == list(command):
-                return
-        raise TableError(
-            f"out: {path} is there, and this command with these options did not make it; choose another --out, "
-            "give --resume with the options that made it to continue, or move it away"
-        )
+    with suppress(SubnetActError):
+        if command and LatencyTable.load(path).stamp.get("command") == list(command):
+            return
+    raise TableError(
+        f"out: {path} was not made by this command with these options; choose another --out, or continue with "
+        "--resume and the options that made it"
+    )
 
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
     device, how = find_device(job.device), run_facts(job.mode, job.include)
     facts = environment(weights_of(source.supernet), device, source.sample, how, job.settings)
-    options = {"batch_sizes": job.batch_sizes, "beside": job.beside, **asked(job, source)}
+    options = {"batch_sizes": job.batch_sizes, **asked(job, source)}
     if not job.resume and (job.work / "done").exists():
         before = job.work.with_name(f"{job.work.name}.before")
         shutil.rmtree(before, ignore_errors=True)
@@ -144,16 +143,15 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
 
 
 def asked(job: ProfileJob, source: ProfileSource) -> dict[str, Any]:
-    """Return what a user asked for, and hashes of the files that are named in it, for journal and stamp."""
+    """Return what a user asked for, and hashes of the files and modules it names, for journal and stamp."""
     request, origin = vars(job.request), dict(source.origin)
     named = (origin.get("checkpoint"), origin.get("model"), request["subnets"], *request["accuracy"])
-    return {
-        "request": request,
-        "source": origin,
-        "files": files_in((*named, job.calibrate_on)),
-        "memory_budget_mb": job.memory_budget_mb,
-        "calibrate_on": job.calibrate_on,
-    }
+    names = [name for name in (*named, job.calibrate_on) if name and not name.startswith(RANDOM_PREFIX)]
+    modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
+    paths = {name: Path(getattr(modules.get(name), "__file__", None) or name) for name in names}
+    files = {name: described(path) for name, path in paths.items() if path.is_file()}
+    options = {name: getattr(job, name) for name in ("beside", "memory_budget_mb", "calibrate_on")}
+    return {"request": request, "source": origin, "files": files, **options}
 
 
 def run_profile(job: ProfileJob, source: ProfileSource, command: Sequence[str] = ()) -> LatencyTable:

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.device import machine, ran_out_of_memory
+from subnetact.device import load, machine, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
@@ -29,8 +29,7 @@ from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import ScriptedProgram, TimedRunner, check_beside, engine_in_mode
-from subnetact.profile.provenance import present
+from subnetact.profile.modes import BESIDE, ScriptedProgram, TimedRunner, engine_in_mode
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import measure
 from subnetact.supernet.batches import map_tensors
@@ -216,8 +215,8 @@ class Sweep:
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             window = None
-        if window is not None and cell[0]:  # The co-runners are the other work.
-            window = {name: values for name, values in window.items() if name != "busy"}
+        if window is not None and cell[0]:
+            window = {**window, "busy": np.zeros(1)}  # The co-runners are the other work.
         self.measurements.add(cell, window)
 
     def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
@@ -246,14 +245,14 @@ class Sweep:
             beside |= {f"{name}_of_{mode}": cells for name, cells in sweep.statistics().items()}
         if "fused" in runner.facts:
             fused = np.array([[float(i in runner.facts["fused"])] for i in runner.engine.ids])
-            beside["fused"] = np.where(np.isnan(alone[settings.statistic]), math.nan, fused)
+            beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran
         return LatencyTable(
             runner.engine.keys,
             accuracy,
             self.batch_sizes,
             alone[settings.statistic],
             statistics={**alone, **beside},
-            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **present(), **facts},
+            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **load(), **facts},
             co_runners=numbers,
             co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
         )
@@ -369,8 +368,9 @@ def profile_latency(
     if check and isinstance(engine, Engine):
         engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
     measured, mode = engine_in_mode(engine, mode)
-    check_beside(beside, measured)
-    runner = TimedRunner(measured, mode, sample=samples[shape], prepares=measured is not engine)
+    if beside and not (set(beside) <= set(BESIDE) and isinstance(engine, Engine)):
+        raise TableError(f"beside: {list(beside)}; choose from {', '.join(BESIDE)}, for an Engine")
+    runner = TimedRunner(measured, mode, sample=samples[shape])
     journal = None
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes), "beside": list(beside)}
