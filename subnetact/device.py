@@ -137,8 +137,9 @@ def _commit(folder: Path) -> str:
         place = folder / git.read_text().split()[1] if git.is_file() else git  # A file is that of a worktree.
         return (place / "logs" / "HEAD").read_text().splitlines()[-1].split()[1]
     except (OSError, IndexError):
-        urls = [json.loads(one.read_text("direct_url.json") or "{}") for one in distributions(name="subnetact")]
-        return next((url["vcs_info"]["commit_id"] for url in urls if "vcs_info" in url), "")
+        texts = [one.read_text("direct_url.json") for one in distributions(name="subnetact")]
+        sources = [json.loads(text).get("vcs_info", {}) for text in texts if text]
+        return next((source["commit_id"] for source in sources if source), "")
 
 
 def _affinity() -> set[int]:

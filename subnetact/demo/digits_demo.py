@@ -54,8 +54,8 @@ def demonstrate_digits(args: Namespace) -> None:
     front = _front(supernet, specs, validation)
     engine = Engine(supernet, [c.spec for c in front], example=test.images[:1])
     accuracy = [c.accuracy for c in front]
-    how: Any = {"statistic": "p90", "min_time_ms": args.profile_ms, "mode": AS_SERVED}
-    table = profile_latency(engine, BATCH_SIZES, accuracy, **how)
+    measure = partial(profile_latency, statistic="p90", min_time_ms=args.profile_ms, mode=AS_SERVED)
+    table = measure(engine, BATCH_SIZES, accuracy)
     print(f"\nPareto set of {len(specs)} candidates, profiled here (p90 latency in ms):")
     print("  accuracy  " + "".join(f"{f'batch {b}':>10}" for b in BATCH_SIZES) + "   subnet")
     for key, percent, cells in zip(table.subnets, table.accuracy, table.latency_ms, strict=True):

@@ -576,7 +576,7 @@ class Engine:
         return type(subnet) is int and subnet in self._plan
 
     def mode_of(self, subnet: int) -> str:
-        """Return how a `subnet` runs: `compile`, `fused`, `graphs` (CUDA graphs of its view) or `zero-copy`."""
+        """Return how a `subnet` runs: `compile`, `fused`, `graphs` (its view's, of CUDA) or `zero-copy`."""
         unfused = "zero-copy" if self._graphs is None else "graphs"
         return "compile" if self._compiler is not None else "fused" if self.is_fused(subnet) else unfused
 

@@ -45,9 +45,9 @@ class LatencyTable:
         latency_ms: read-only float64 array of shape (subnets, batch sizes), ms.
         statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
             also has "stable" (1 or 0), "windows" and "runs" (counts), "busy" (the share of the time for which
-            the process waited for a CPU) and, if the subnets were measured as an engine serves them, "fused"
-            (1 or 0). A statistic measured with 2 co-runners has a name such as "p99_with_2_co_runners", and one
-            of extracted networks beside the subnets "p99_of_extract".
+            the process waited for a CPU) and, where an engine serves fused programs beside other subnets,
+            "fused" (1 or 0). A statistic measured with 2 co-runners has a name such as
+            "p99_with_2_co_runners", and one of extracted networks "p99_of_extract".
         stamp: facts about the device and the measurement, of values that JSON can hold.
         co_runners: the numbers of co-runners that latencies were measured with, ascending, >= 0; empty if
             latencies were measured without co-runners only.
@@ -161,8 +161,8 @@ class LatencyTable:
         """
         if len(set(self.modes)) > 1:
             raise TableError(
-                f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; measure "
-                "all subnets in one mode: profile_latency(engine)"
+                f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; "
+                "measure all subnets in one mode: profile_latency(engine)"
             )
         accuracy, ms = (
             self.known_accuracy(),

@@ -197,6 +197,6 @@ def _print(job: ProfileJob, table: LatencyTable, own_network: bool) -> None:
             print(f"the search's latencies at {size}: {error}")
     if doubt := unsure(table):
         print(
-            f"{doubt}: medians are not known to {job.settings.tolerance:g} %, or not those of a quiet machine. "
-            "Stop other work on the machine, or raise --max-windows"
+            f"{doubt}: medians that are not known to {job.settings.tolerance:g} %, or those of a busy "
+            "machine. Stop other work on it, or raise --max-windows"
         )

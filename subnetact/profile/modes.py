@@ -17,7 +17,8 @@ from subnetact.errors import DeviceError, TableError
 from subnetact.supernet.batches import call_with, map_tensors
 
 MODES = ("zero-copy", "fused", "graphs", "compile", "view", "extract")
-"""How a subnet is run: by an engine in four ways, or as an ordinary module, with the supernet's weights or its own."""
+"""How a subnet is run: by an engine in one of four ways, or as an ordinary module, which shares the
+supernet's weights (view) or has its own (extract)."""
 AS_SERVED = "as served"
 """Each subnet as the engine runs it, some as fused programs and others not: a mixture."""
 BESIDE = MODES[4:]
@@ -95,7 +96,7 @@ def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
 
 
 class TimedRunner:
-    """Makes the calls to time, in one mode, of an engine with its `mode_options`, or as the engine is served."""
+    """Makes the calls to time: of an engine with the `mode_options` of a mode, or of one as it is served."""
 
     def __init__(
         self, engine: Any, mode: str = AS_SERVED, include: Sequence[str] = (), sample: Any = None

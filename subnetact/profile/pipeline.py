@@ -60,9 +60,9 @@ class ProfileJob:
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches of inputs
             without labels; or random:N for N random images, for latency only. If not given, subnets keep the
             statistics that they have.
-        out: the table as measured, a new file unless `resume` is given or the same command made it. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
-            its latencies never fall as the batch grows. The folder NAME.json.work is what `resume` reads; it
-            may be deleted after the run.
+        out: the table as measured; only what the same command made is replaced. NAME.scheduler.json beside it
+            is the table for a Batcher or a simulation: its latencies never fall as the batch grows.
+            The folder NAME.json.work is what `resume` reads; it may be deleted after the run.
         save_bundle: a directory for weights, statistics, subnets and tables.
         plot: a directory for a heat map, and for the Pareto front if accuracies are known.
         resume: continue where an earlier run stopped.
@@ -97,7 +97,8 @@ def checked(
     job: ProfileJob, source: ProfileSource, command: Sequence[str] = ()
 ) -> tuple[Wanted, Iterable[Any]]:
     """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
-    for path in filter(Path.is_file, () if job.resume and job.work.exists() else (job.out, job.scheduler_out)):
+    resumes = job.resume and job.work.exists()
+    for path in filter(Path.is_file, () if resumes else (job.out, job.scheduler_out)):
         _require_own(path, command)
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
@@ -124,8 +125,8 @@ def _require_own(path: Path, command: Sequence[str]) -> None:
         if command and LatencyTable.load(path).stamp.get("command") == list(command):
             return
     raise TableError(
-        f"out: {path} was not made by this command with these options; choose another --out, or continue with "
-        "--resume and the options that made it"
+        f"out: {path} was not made by this command with these options; choose another --out, or continue "
+        "with --resume and the options that made it"
     )
 
 

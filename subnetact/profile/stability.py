@@ -1,7 +1,7 @@
 """Statistics of one cell's windows, and whether its median can be trusted.
 
-A median that is well known may still be wrong: beside other work, all windows are slow alike. So a cell is not
-stable either if this process waited for a CPU for longer than the tolerance, in half of its windows.
+A median that is well known may still be wrong: beside other work, all windows are slow alike. So a cell is
+not stable either if this process waited for a CPU for longer than the tolerance, in half of its windows.
 
 The runs of one window resemble each other. Windows lie apart in time, so the spread of their medians shows
 how well the median of the cell is known. No run is discarded: on the machines that were tried, the median of

@@ -286,12 +286,12 @@ def profile_latency(
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device, all of them in one mode.
 
-    If the engine runs all its subnets in one mode, as fused programs for example, they are measured as it runs
-    them. If its memory budget suffices for the programs of some only, all are measured `zero-copy`, so that
-    they can be compared with each other. A server of such an engine is better off with
+    If the engine runs all its subnets in one mode, as fused programs for example, they are measured as it
+    runs them. If its memory budget suffices for the programs of some only, all are measured `zero-copy`, so
+    that they can be compared with each other. A server of such an engine is better off with
     `mode="as served"`, a mixture, which has no Pareto front: its statistic `fused` says which is which.
-    A table of a mode of an engine is neither the latency of a view, `supernet.subnet(spec)`, nor that of
-    an extracted network; `beside=("view", "extract")` measures these, too, in turns.
+    A table of an engine is neither the latency of a view, `supernet.subnet(spec)`, nor that of an extracted
+    network; `beside=("view", "extract")` measures these, too, in turns.
 
     What was exported is measured as it is: `profile_latency(load_exported(path, trusted=True))`, and
     `profile_latency(torch.jit.load(path))` for a file of `to_torchscript`. The stamp of the table names the
@@ -324,9 +324,9 @@ def profile_latency(
             largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
             table per shape.
         check: whether to run `supernet.check` on one input of this shape, once per supernet, if there is one.
-        mode: how an `Engine` runs all subnets: `zero-copy`, `fused`, `graphs` (CUDA only) or `compile`; `view` or
-            `extract`, as ordinary modules; or `as served`, each as the engine runs it. An engine that runs
-            otherwise is left as it is; another one with its weights is made for as long as it is measured.
+        mode: how an `Engine` runs all subnets: `zero-copy`, `fused`, `graphs` (CUDA only) or `compile`;
+            `view` or `extract`, as ordinary modules; or `as served`, each as the engine runs it. An engine
+            that runs otherwise is left as it is, and another one with its weights is measured.
         beside: modes `view` and `extract` that are measured in turns with the first, as statistics such as
             "p50_of_extract".
 
