@@ -1,11 +1,12 @@
 """Compares latency tables with a stopwatch that knows nothing of them, alone and beside busy processes.
 
-    python benchmarks/table_truth.py [--family ofa_resnet50] [--pixels 64] [--rounds 3] [--busy 2] [--out FILE]
+    python benchmarks/table_truth.py [--family ofa_resnet50] [--pixels 64] [--rounds 3] [--busy 2]
+        [--out benchmarks/results/table_truth.json]
 
-For every mode, `profile_latency` and the stopwatch take turns: a loop of `perf_counter` around what a user calls,
-`engine(x, subnet=i)`, `supernet.subnet(spec)(x)` or `supernet.extract(spec)(x)`. There are ten subnets at three
-batch sizes, 30 cells. Then the table is measured again while `--busy` processes count: cells must be suspect,
-or within 10 % of what they were before. Last, the table's front is compared with that of the stopwatch.
+For every mode, `profile_latency` and the stopwatch take turns: a loop of `perf_counter` around what a user
+calls, `engine(x, subnet=i)`, `supernet.subnet(spec)(x)` or `supernet.extract(spec)(x)`. There are ten subnets
+at three batch sizes, 30 cells. Then the table is measured again while `--busy` processes count: cells must be
+suspect, or within 10 % of what they were before. Its front is compared with that of the stopwatch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,11 +33,11 @@ from subnetact.device import machine
 
 MODES = ("fused", "zero-copy", "view", "extract")
 RUNS = 3
+Cell: TypeAlias = tuple[int, int]
+"""A subnet and a batch size."""
 
 
-def stopwatch(
-    calls: dict[tuple[int, int], Callable[[], Any]], taken: dict[tuple[int, int], list[float]]
-) -> None:
+def stopwatch(calls: dict[Cell, Callable[[], Any]], taken: dict[Cell, list[float]]) -> None:
     """Time every call a few times, and again after all others."""
     with torch.inference_mode():
         for _ in range(3):

@@ -727,9 +727,7 @@ def test_a_checkout_is_told_by_its_commit(tmp_path: Path) -> None:
     git = tmp_path / "main" / ".git"
     for folder in (git / "logs", git / "worktrees" / "w" / "logs", tmp_path / "w", tmp_path / "none"):
         folder.mkdir(parents=True)
-    (git / "logs" / "HEAD").write_text(
-        "0 a1 Ann <a@b> 1 +0\tclone\na1 b2 Ann <a@b> 2 +0\tcommit: x y\n"
-    )
+    (git / "logs" / "HEAD").write_text("0 a1 Ann <a@b> 1 +0\tclone\na1 b2 Ann <a@b> 2 +0\tcommit: x y\n")
     (git / "worktrees" / "w" / "logs" / "HEAD").write_text("0 c3 Ann <a@b> 3 +0000\n")
     (tmp_path / "w" / ".git").write_text(f"gitdir: {git}/worktrees/w\n")
     assert [device._commit(tmp_path / name) for name in ("main", "w")] == ["b2", "c3"]
