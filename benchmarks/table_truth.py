@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,15 +57,14 @@ def dominated(ms: np.ndarray, accuracy: list[float], i: int) -> list[float]:
 
 def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return how far the table of a mode is from the stopwatch."""
-    supernet, cells = engine.supernet, {}
+    supernet, cells = engine.supernet, dict[Cell, Callable[[], Any]]()
     inputs = {size: torch.randn(size, 3, args.pixels, args.pixels) for size in args.batch_sizes}
     networks = {"view": supernet.subnet, "extract": supernet.extract}
     for i, spec in zip(engine.ids, engine.specs, strict=True):
         network = networks[mode](spec) if mode in networks else None
         for size, x in inputs.items():
-            one = (lambda i=i, x=x: engine(x, subnet=i)) if network is None else (lambda n=network, x=x: n(x))
-            cells[i, size] = one
-    own: dict[tuple[int, int], list[float]] = {}
+            cells[i, size] = partial(engine, x, subnet=i) if network is None else partial(network, x)
+    own: dict[Cell, list[float]] = {}
     accuracy, tables = [70.0 + 0.5 * i for i in engine.ids], []
     before = os.getloadavg()[0]
     how: dict[str, Any] = {"mode": mode, "min_time_ms": 60.0, "max_windows": 5}
@@ -75,10 +75,7 @@ def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> d
     mine = np.array([[np.median(own[i, size]) for size in args.batch_sizes] for i in engine.ids])
     ratio, fronts = ms / mine, []
     for column, size in enumerate(args.batch_sizes):
-        table = subnetact.LatencyTable(
-            tables[0].subnets, accuracy, args.batch_sizes, ms, stamp=tables[0].stamp
-        )
-        found = table.front(size)
+        found = replace(tables[0], latency_ms=ms).front(size)
         brute = [i for i in engine.ids if not dominated(mine[:, column], accuracy, i)]
         ties = [min(dominated(mine[:, column], accuracy, i), default=1.0) for i in set(found) - set(brute)]
         ties += [min(dominated(ms[:, column], accuracy, i), default=1.0) for i in set(brute) - set(found)]
@@ -135,8 +132,8 @@ def main() -> None:
         "family": args.family,
     }
     for mode in args.modes:
-        room = {"memory_budget_mb": 2048.0} if mode == "fused" else {"memory_budget_mb": 0.0}
-        engine = subnetact.Engine(supernet, specs, example=example, check=False, **room)
+        room = 2048.0 if mode == "fused" else 0.0
+        engine = subnetact.Engine(supernet, specs, example=example, check=False, memory_budget_mb=room)
         result[mode] = compared(mode, engine, args)
         print(mode, json.dumps(result[mode], indent=1), flush=True)
     if args.out:

@@ -112,9 +112,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement."""
     described: dict[str, Any] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else processor("model name") or platform.processor(),
+        "device_name": processor("model name") or platform.processor(),
         "processor": processor("cpu family", "model", "stepping"),  # "AMD EPYC" is of all generations.
         "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
@@ -126,7 +124,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
     }
     if device.type == "cuda":
-        described["cuda"] = torch.version.cuda
+        described |= {"device_name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return described
 
 
@@ -153,9 +151,8 @@ def processor(*names: str) -> str:
     except OSError:
         return ""
     facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
-    return " ".join(
-        facts[name] if len(names) == 1 else f"{name} {facts[name]}" for name in names if name in facts
-    )
+    words = [f"{name} {facts[name]}" for name in names if name in facts]
+    return " ".join(words) if names[1:] else facts.get(names[0], "")
 
 
 def synchronize(device: torch.device) -> None:

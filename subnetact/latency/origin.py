@@ -82,16 +82,15 @@ def elsewhere(table: LatencyTable, device: Any = None, threads: int | None = Non
         device = find_device("cpu")
     here = machine(device)
     here["threads"] = stamp.get("threads") if here["device"] == "cuda" else threads or here["threads"]
-    names = [name for name in COMPARED if name in here and stamp.get(name, here[name]) != here[name]]
+    names = [name for name in COMPARED if stamp.get(name, here[name]) != here[name]]
     return ", ".join(f"{name} {stamp[name]!s:.60} (here {here[name]})" for name in names)
 
 
 def doubts(table: LatencyTable, engine: Any, threads: int | None = None) -> str:
     """Say why a table's latencies may not be those of an engine on this machine; "" if nothing speaks so."""
     others = elsewhere(table, engine.device, threads)
-    return "; ".join(
-        filter(None, (others and f"{ELSEWHERE}: {others}", run_otherwise(table, engine), unsure(table)))
-    )
+    reasons = (others and f"{ELSEWHERE}: {others}", run_otherwise(table, engine), unsure(table))
+    return "; ".join(filter(None, reasons))
 
 
 def run_otherwise(table: LatencyTable, engine: Any) -> str:
@@ -99,9 +98,7 @@ def run_otherwise(table: LatencyTable, engine: Any) -> str:
     modes = [engine.mode_of(i) for i in engine.ids] if hasattr(engine, "mode_of") else []
     pairs = [pair for pair in zip(table.modes, modes, strict=False) if len(set(pair)) > 1]
     ways = ", ".join(sorted({f"measured {measured}, which run {runs}" for measured, runs in pairs}))
-    advice = (
-        'profile_latency(engine, mode="as served") measures what runs, Engine(..., fuse=False) runs all alike'
-    )
+    advice = 'measure what runs, profile_latency(engine, mode="as served")'
     return f"{len(pairs)} of {len(modes)} subnets were {ways}: {advice}" if pairs else ""
 
 

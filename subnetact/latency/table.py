@@ -125,16 +125,14 @@ class LatencyTable:
     @property
     def modes(self) -> tuple[str, ...]:
         """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
-        mode, fused = self.stamp.get("mode"), self.statistics.get("fused")
-        if mode == "as served":  # The stamp of earlier tables alone says which were fused.
-            rows = range(len(self.subnets))
-            are = (
-                [i in self.stamp.get("fused", ()) for i in rows]
-                if fused is None
-                else np.nanmax(fused, axis=1)
-            )
-            return tuple("fused" if fuses else "zero-copy" for fuses in are)
-        return (mode,) * len(self.subnets) if mode else ()
+        stamp, rows = self.stamp, range(len(self.subnets))
+        mode = "compile" if stamp.get("compile") else stamp.get("mode")
+        if mode == "as served" and "fused" in stamp:
+            old = np.array([[i in stamp["fused"]] for i in rows])  # There was no such statistic.
+            fused = self.statistics.get("fused", old) == 1
+            return tuple("fused" if row.any() else "zero-copy" for row in fused)
+        program = stamp.get("program", "engine")
+        return tuple(mode if program == "engine" else program for _ in rows if mode)
 
     @property
     def conditions(self) -> str:
@@ -164,10 +162,8 @@ class LatencyTable:
                 f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; "
                 "measure all subnets in one mode: profile_latency(engine)"
             )
-        accuracy, ms = (
-            self.known_accuracy(),
-            [self.latency_at(i, batch_size) for i in range(len(self.subnets))],
-        )
+        accuracy = self.known_accuracy()
+        ms = [self.latency_at(i, batch_size) for i in range(len(self.subnets))]
         ran = (i for i, time_ms in enumerate(ms) if not math.isnan(time_ms))
         return pareto_front(ran, cost=ms.__getitem__, gain=accuracy.__getitem__)
 
@@ -347,10 +343,8 @@ class LatencyTable:
                 f"sizes ({self!r} and {other!r})"
             )
         first, second = (int(np.isfinite(cells).sum() - both) for cells in compared)
-        names = [
-            name for name in {**self.stamp, **other.stamp} if name not in ("measured", "command", "clock_mhz")
-        ]
-        facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
+        names = {**self.stamp, **other.stamp}.keys() - {"measured", "command", "clock_mhz"}
+        facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in sorted(names)}
         differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
         return Comparison(tuple(keys), tuple(sizes), ratios, statistic or "latency", first, second, differing)
 

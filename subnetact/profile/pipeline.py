@@ -98,8 +98,8 @@ def checked(
 ) -> tuple[Wanted, Iterable[Any]]:
     """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
     resumes = job.resume and job.work.exists()
-    for path in filter(Path.is_file, () if resumes else (job.out, job.scheduler_out)):
-        _require_own(path, command)
+    for made in filter(Path.is_file, () if resumes else (job.out, job.scheduler_out)):
+        _require_own(made, command)
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
