@@ -1,6 +1,6 @@
 """Compares latency tables with a stopwatch that knows nothing of them, alone and beside busy processes.
 
-    python benchmarks/table_truth.py [--family ofa_resnet50] [--pixels 64] [--rounds 3] [--busy 2]
+    python benchmarks/table_truth.py [--family digits] [--pixels 64] [--rounds 3] [--busy 2]
         [--out benchmarks/results/table_truth.json]
 
 For every mode, `profile_latency` and the stopwatch take turns: a loop of `perf_counter` around what a user
@@ -31,6 +31,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact.device import load as load_now
 from subnetact.device import machine
+from subnetact.digits import load_digits_supernet
 
 MODES = ("fused", "zero-copy", "view", "extract")
 RUNS = 3
@@ -58,7 +59,7 @@ def dominated(ms: np.ndarray, accuracy: list[float], i: int) -> list[float]:
 def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Return how far the table of a mode is from the stopwatch."""
     supernet, cells = engine.supernet, dict[Cell, Callable[[], Any]]()
-    inputs = {size: torch.randn(size, 3, args.pixels, args.pixels) for size in args.batch_sizes}
+    inputs = {size: torch.randn(size, *engine.sample.shape) for size in args.batch_sizes}
     networks = {"view": supernet.subnet, "extract": supernet.extract}
     for i, spec in zip(engine.ids, engine.specs, strict=True):
         network = networks[mode](spec) if mode in networks else None
@@ -115,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", default="ofa_resnet50")
+    parser.add_argument("--family", default="ofa_resnet50", help="a family, or digits")
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
@@ -124,9 +125,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    supernet = load(args.family)
-    specs, example = supernet.space.sample(3, 10), torch.randn(1, 3, args.pixels, args.pixels)
-    subnetact.calibrate(supernet, specs, [torch.randn(8, 3, args.pixels, args.pixels)], progress=False)
+    digits = args.family == "digits"
+    supernet = load_digits_supernet() if digits else load(args.family)
+    example = torch.randn(1, 1, 16, 16) if digits else torch.randn(1, 3, args.pixels, args.pixels)
+    specs = supernet.space.sample(3, 10)
+    subnetact.calibrate(supernet, specs, [torch.randn(8, *example.shape[1:])], progress=False)
     result: dict[str, Any] = {
         "machine": {**machine(torch.device("cpu")), **load_now()},
         "family": args.family,
