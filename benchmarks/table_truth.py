@@ -81,7 +81,13 @@ def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> d
         ties = [min(dominated(mine[:, column], accuracy, i), default=1.0) for i in set(found) - set(brute)]
         ties += [min(dominated(ms[:, column], accuracy, i), default=1.0) for i in set(brute) - set(found)]
         fronts.append({"table": found, "stopwatch": brute, "apart_percent": [100 * (1 - t) for t in ties]})
+    least = np.min([table.statistics["min"] for table in tables], axis=0)
+    mine_least = np.array([[min(own[i, size]) for size in args.batch_sizes] for i in engine.ids])
     result = {
+        "fastest_runs": {  # which other work disturbs least
+            "median_ratio": float(np.median(least / mine_least)),
+            "rank_correlation": float(spearmanr(least.ravel(), mine_least.ravel())[0]),
+        },
         "conditions": tables[0].conditions,
         "cells": int(ms.size),
         "median_ratio": float(np.median(ratio)),
