@@ -105,7 +105,7 @@ def machine_facts(device: str) -> MachineFacts:
 def load() -> dict[str, Any]:
     """Describe what changes from minute to minute: the clock of a processor, and how many processes run."""
     average = [round(number, 2) for number in os.getloadavg()] if hasattr(os, "getloadavg") else []
-    return {"clock_mhz": processor("cpu MHz"), "load_average": average}
+    return {"clock_mhz": float(processor("cpu MHz") or 0), "load_average": average}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

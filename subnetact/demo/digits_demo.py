@@ -21,7 +21,6 @@ from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate
-from subnetact.profile.modes import AS_SERVED
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit
@@ -54,8 +53,8 @@ def demonstrate_digits(args: Namespace) -> None:
     front = _front(supernet, specs, validation)
     engine = Engine(supernet, [c.spec for c in front], example=test.images[:1])
     accuracy = [c.accuracy for c in front]
-    measure = partial(profile_latency, statistic="p90", min_time_ms=args.profile_ms, mode=AS_SERVED)
-    table = measure(engine, BATCH_SIZES, accuracy)
+    how = {"min_time_ms": args.profile_ms, "mode": "as served"}
+    table = profile_latency(engine, BATCH_SIZES, accuracy, "p90", **how)
     print(f"\nPareto set of {len(specs)} candidates, profiled here (p90 latency in ms):")
     print("  accuracy  " + "".join(f"{f'batch {b}':>10}" for b in BATCH_SIZES) + "   subnet")
     for key, percent, cells in zip(table.subnets, table.accuracy, table.latency_ms, strict=True):

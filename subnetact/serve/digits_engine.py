@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from subnetact.calibration.calibrate import calibrate
 from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.modes import AS_SERVED
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 
 #: depths and expand ratios of the three stages, and the width; `python -m subnetact.demo` searches such a set
@@ -43,8 +40,7 @@ def profiled(engine: Engine) -> LatencyTable:
     """Measure the latency table of an engine on this machine."""
     accuracy = [float("nan") if known is None else known for known in engine.accuracy]
     engine.prepare(BATCH_SIZES)
-    quick = partial(profile_latency, statistic="p90", warmup_ms=5, min_time_ms=60.0, mode=AS_SERVED)
-    return quick(engine, BATCH_SIZES, accuracy)
+    return profile_latency(engine, BATCH_SIZES, accuracy, "p90", 5.0, 60.0, mode="as served")
 
 
 def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:
