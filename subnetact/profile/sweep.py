@@ -216,7 +216,7 @@ class Sweep:
                 torch.cuda.empty_cache()
             window = None
         if window is not None and cell[0]:
-            window = {**window, "busy": np.zeros(1)}  # The co-runners are the other work.
+            window = {name: a for name, a in window.items() if name != "busy"}  # They are the other work.
         self.measurements.add(cell, window)
 
     def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
