@@ -29,8 +29,7 @@ from scipy.stats import spearmanr
 
 import subnetact
 from ofa_adapters import load
-from subnetact.device import load as load_now
-from subnetact.device import machine
+from subnetact.device import machine, moment
 from subnetact.digits import load_digits_supernet
 
 MODES = ("fused", "zero-copy", "view", "extract")
@@ -137,7 +136,7 @@ def main() -> None:
     specs = supernet.space.sample(3, 10)
     subnetact.calibrate(supernet, specs, [torch.randn(8, *example.shape[1:])], progress=False)
     result: dict[str, Any] = {
-        "machine": {**machine(torch.device("cpu")), **load_now()},
+        "machine": {**machine(torch.device("cpu")), **moment()},
         "family": args.family,
     }
     for mode in args.modes:

@@ -59,7 +59,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     ofa_adapters    2482   490      7
     digits           136    18      7
     calibration      703   149      1
-    latency          568   265      5
+    latency          559   265      5
     training        1337   327      4
     elastic          846   175      1
     engine          2251   625      5
@@ -70,14 +70,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serving         4990  1941     36
     generation      1442   458     13
     export          1198   420      7
-    demo             291    45      0
+    demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1882   389      7
+    serve           1879   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32309  8962    227
+    all            32296  8962    227
 
 The README has a glossary of the words that are used here.
 """

@@ -18,9 +18,9 @@ from subnetact.errors import DeviceError, first_line
 __all__ = [
     "MachineFacts",
     "find_device",
-    "load",
     "machine",
     "machine_facts",
+    "moment",
     "processor",
     "raise_if_explained",
     "raise_if_out_of_memory",
@@ -102,10 +102,15 @@ def machine_facts(device: str) -> MachineFacts:
     )
 
 
-def load() -> dict[str, Any]:
-    """Describe what changes from minute to minute: the clock of a processor, and how many processes run."""
+def moment() -> dict[str, Any]:
+    """Describe what may differ between two measurements that count as the same: build, clock and load."""
     average = [round(number, 2) for number in os.getloadavg()] if hasattr(os, "getloadavg") else []
-    return {"clock_mhz": float(processor("cpu MHz") or 0), "load_average": average}
+    return {
+        "commit": _commit(Path(__file__).parents[1]),
+        "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
+        "clock_mhz": float(processor("cpu MHz") or 0),
+        "load_average": average,
+    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -120,8 +125,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
-        "commit": _commit(Path(__file__).parents[1]),
-        "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
     }
     if device.type == "cuda":
         described |= {"device_name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}

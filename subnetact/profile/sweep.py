@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.device import load, machine, ran_out_of_memory
+from subnetact.device import machine, moment, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
@@ -252,7 +252,7 @@ class Sweep:
             self.batch_sizes,
             alone[settings.statistic],
             statistics={**alone, **beside},
-            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **load(), **facts},
+            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **moment(), **facts},
             co_runners=numbers,
             co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
         )
