@@ -350,7 +350,7 @@ def main() -> None:
         accuracy=[entry["accuracy"] for entry in fronts[1]],
         memory_budget_mb=64,
     )
-    engine.tables["cpu"] = profile_latency(engine, (1, 2, 4, 8, 16))
+    engine.tables["cpu"] = profile_latency(engine, (1, 2, 4, 8, 16), mode="as served")
     engine.save(args.out / "bundle")
     result = {
         "before": fronts[0],

@@ -216,7 +216,7 @@ def measured(engine: Engine, percent: list[float]) -> LatencyTable:
     """Return the latency table of an engine on this machine."""
     for subnet in engine.ids:
         engine.pin(subnet)
-    table = profile_latency(engine, [1, 2, 4, 8, 16], warmup_ms=20, min_time_ms=60)
+    table = profile_latency(engine, [1, 2, 4, 8, 16], warmup_ms=20, min_time_ms=60, mode="as served")
     return table.with_accuracy(percent).monotone()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,16 @@ __all__ = [
     "find_device",
     "machine",
     "machine_facts",
+    "moment",
+    "processor",
     "raise_if_explained",
     "raise_if_out_of_memory",
     "ran_out_of_memory",
     "synchronize",
 ]
 
+_LIBRARIES = ("numpy", "scipy", "torchvision", "timm")
+"""Libraries whose versions a stamp has where they are installed."""
 _UNITS = frozenset(("vnni", "bf16", "amx"))
 _SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
 _LIMITS: dict[str, frozenset[str]] = {
@@ -96,11 +102,23 @@ def machine_facts(device: str) -> MachineFacts:
     )
 
 
+def moment() -> dict[str, Any]:
+    """Describe what may differ between two measurements that count as the same: build, clock and load."""
+    average = [round(number, 2) for number in os.getloadavg()] if hasattr(os, "getloadavg") else []
+    return {
+        "commit": _commit(Path(__file__).parents[1]),
+        "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
+        "clock_mhz": float(processor("cpu MHz") or 0),
+        "load_average": average,
+    }
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement."""
     described: dict[str, Any] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device_name": processor("model name") or platform.processor(),
+        "processor": processor("cpu family", "model", "stepping"),  # "AMD EPYC" is of all generations.
         "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
         "threads": torch.get_num_threads(),
@@ -109,21 +127,35 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": platform.system(),
     }
     if device.type == "cuda":
-        described["cuda"] = torch.version.cuda
+        described |= {"device_name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return described
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit of a checkout, or else that from which pip installed this package; "" if neither."""
+    git = folder / ".git"
+    try:
+        place = folder / git.read_text().split()[1] if git.is_file() else git  # A file is that of a worktree.
+        return (place / "logs" / "HEAD").read_text().splitlines()[-1].split()[1]
+    except (OSError, IndexError):
+        texts = [one.read_text("direct_url.json") for one in distributions(name="subnetact")]
+        sources = [json.loads(text).get("vcs_info", {}) for text in texts if text]
+        return next((source["commit_id"] for source in sources if source), "")
 
 
 def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _processor() -> str:
+def processor(*names: str) -> str:
+    """Return facts of the first processor, as /proc/cpuinfo names them: "cpu MHz"; "" where there is none."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        return ""
+    facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+    words = [f"{name} {facts[name]}" for name in names if name in facts]
+    return " ".join(words) if names[1:] else facts.get(names[0], "")
 
 
 def synchronize(device: torch.device) -> None:

@@ -39,8 +39,16 @@ def test_every_block_of_python_runs_as_it_stands(
 ) -> None:
     (tmp_path / "profiling").symlink_to(ROOT / "profiling")
     monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[number], f"README.md, block {number}", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[number], f"README.md, block {number}", "exec"), names)
     if number == 0:
+        table = names["table"]
+        assert len(set(table.modes)) == 1  # or else its front is that of a mixture
+        for size, ms in zip(table.batch_sizes, table.latency_ms.T, strict=True):
+            worse = [
+                any(ms[j] <= ms[i] and table.accuracy[j] > table.accuracy[i] for j in (0, 1)) for i in (0, 1)
+            ]
+            assert sorted(table.front(size)) == [i for i in (0, 1) if not worse[i]]
         assert re.fullmatch(r"[01] [0-9.]+ [0-9.]+ (True|False)\n", capsys.readouterr().out)
 
 

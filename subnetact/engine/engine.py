@@ -580,6 +580,11 @@ class Engine:
         """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
         return type(subnet) is int and subnet in self._plan
 
+    def mode_of(self, subnet: int) -> str:
+        """Return how a `subnet` runs: `compile`, `fused`, `graphs` (its view's, of CUDA) or `zero-copy`."""
+        unfused = "zero-copy" if self._graphs is None else "graphs"
+        return "compile" if self._compiler is not None else "fused" if self.is_fused(subnet) else unfused
+
     def prepare(self, batch_sizes: Sequence[int] = (1,), ids: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 

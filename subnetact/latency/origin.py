@@ -13,7 +13,7 @@ import numpy as np
 from subnetact.errors import DeviceError, LatencyTableWarning, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 
-COMPARED = ("device", "device_name", "instructions", "torch", "threads")
+COMPARED = ("device", "device_name", "processor", "instructions", "torch", "threads")
 """Facts of a stamp that change latencies; one that a stamp lacks is not compared."""
 ELSEWHERE = "measured on another machine or in another way"
 AGAIN = "measure again here: python -m subnetact.profile --bundle FOLDER --threads N --save-bundle FOLDER"
@@ -86,17 +86,36 @@ def elsewhere(table: LatencyTable, device: Any = None, threads: int | None = Non
     return ", ".join(f"{name} {stamp[name]!s:.60} (here {here[name]})" for name in names)
 
 
-def doubts(table: LatencyTable, device: Any, threads: int | None = None) -> str:
-    """Say why a table's latencies may not be those of a device of this machine; "" if nothing speaks so."""
-    others, (ran, unstable) = elsewhere(table, device, threads), count_stable(table)
-    unsure = f"{unstable} of {ran} cells are unstable" if unstable else ""
-    return "; ".join(filter(None, (others and f"{ELSEWHERE}: {others}", unsure)))
+def doubts(table: LatencyTable, engine: Any, threads: int | None = None) -> str:
+    """Say why a table's latencies may not be those of an engine on this machine; "" if nothing speaks so."""
+    others = elsewhere(table, engine.device, threads)
+    reasons = (others and f"{ELSEWHERE}: {others}", run_otherwise(table, engine), unsure(table))
+    return "; ".join(filter(None, reasons))
+
+
+def run_otherwise(table: LatencyTable, engine: Any) -> str:
+    """Say which subnets an engine runs in another mode than a table was measured in; "" if none."""
+    modes = [engine.mode_of(i) for i in engine.ids] if hasattr(engine, "mode_of") else []
+    pairs = [pair for pair in zip(table.modes, modes, strict=False) if len(set(pair)) > 1]
+    ways = ", ".join(sorted({f"measured {measured}, which run {runs}" for measured, runs in pairs}))
+    advice = 'measure what runs, profile_latency(engine, mode="as served")'
+    return f"{len(pairs)} of {len(modes)} subnets were {ways}: {advice}" if pairs else ""
+
+
+def unsure(table: LatencyTable) -> str:
+    """Say how many cells are unstable, and how many of them waited for a CPU; "" if none is."""
+    ran, unstable = count_stable(table)
+    busy = [cells for name, cells in table.statistics.items() if name.startswith("busy")]
+    shares = np.concatenate([cells.ravel() for cells in busy]) if busy else np.zeros(1)
+    suspect = int((shares > table.stamp.get("tolerance", 100.0) / 100).sum())
+    beside = f", {suspect} ran beside other work: up to {np.nanmax(shares):.0%} of the time went to it"
+    return f"{unstable} of {ran} cells are unstable" + beside * bool(suspect) if unstable else ""
 
 
 def warn_of_doubts(tables: Sequence[LatencyTable], engines: Sequence[Any], threads: int | None) -> None:
     """Warn once if tables may not be those of the devices of engines; one that has none is left out."""
-    devices = {engine.device for engine in engines if hasattr(engine, "device")}
-    if texts := {doubts(table, device, threads) for device in devices for table in tables} - {""}:
+    placed = [engine for engine in engines if hasattr(engine, "device")]
+    if texts := {doubts(table, engine, threads) for engine in placed for table in tables} - {""}:
         warnings.warn(f"table: {'; '.join(sorted(texts))}; {AGAIN}", LatencyTableWarning, stacklevel=3)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import extra_needed
-from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
 LABELLED = 16
@@ -48,8 +47,9 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str]) -> None:
     axes.set(
         xlabel="batch size",
         ylabel="accuracy (%)" if known else "subnet (accuracy not known), by latency",
-        title=f"{count} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
+        title=f"{count} subnets",
     )
+    figure.suptitle(table.conditions, fontsize="small", wrap=True)
     if count <= LABELLED:
         middle = np.sqrt(np.nanmin(cells) * np.nanmax(cells))
         for i, j in np.argwhere(~np.isnan(cells)):
@@ -67,18 +67,18 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str]) -> None:
 
     Raises:
         MissingExtra: matplotlib is not installed.
-        TableError: an accuracy is not known.
+        TableError: an accuracy is not known, or the table mixes modes, as `LatencyTable.front` says.
     """
-    accuracy = table.known_accuracy()
+    accuracy = np.array(table.known_accuracy())
     figure, axes = _figure(6.5, 4.5)
     for j, size in enumerate(table.batch_sizes):
-        points = [(ms, accuracy[i]) for i, ms in enumerate(table.latency_ms[:, j].tolist()) if ms == ms]
-        if not points:
+        ms, front = table.latency_ms[:, j], table.front(size)
+        if not front:
             continue
-        front = pareto_front(points, cost=lambda p: p[0], gain=lambda p: p[1])
-        (line,) = axes.plot(*zip(*front, strict=True), marker="o", markersize=3, label=f"batch {size}")
-        axes.scatter(*zip(*points, strict=True), s=6, color=line.get_color(), alpha=0.4)
+        (line,) = axes.plot(ms[front], accuracy[front], marker="o", markersize=3, label=f"batch {size}")
+        axes.scatter(ms, accuracy, s=6, color=line.get_color(), alpha=0.4)
     axes.set(xlabel="latency (ms)", ylabel="accuracy (%)", xscale="log")
+    axes.set_title(table.conditions, fontsize="small", wrap=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=130)

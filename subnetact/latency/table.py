@@ -20,12 +20,13 @@ from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency import arrays
 from subnetact.latency.arrays import Floats
 from subnetact.latency.compare import Comparison
+from subnetact.latency.pareto import pareto_front
 from subnetact.spec import SubnetSpec
 
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
 )
-NOT_IN_MS = ("stable", "windows", "runs")
+NOT_IN_MS = ("stable", "windows", "runs", "busy", "fused")
 """Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
 
 
@@ -44,8 +45,10 @@ class LatencyTable:
         batch_sizes: the measured batch sizes, ascending.
         latency_ms: read-only float64 array of shape (subnets, batch sizes), ms.
         statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
-            also has "stable" (1 or 0), "windows" and "runs" (counts). A statistic measured with 2 co-runners
-            has a name such as "p99_with_2_co_runners".
+            also has "stable" (1 or 0), "windows" and "runs" (counts), "busy" (the share of the time for which
+            the process waited for a CPU) and, where an engine serves fused programs beside other subnets,
+            "fused" (1 or 0). A statistic measured with 2 co-runners has a name such as
+            "p99_with_2_co_runners", and one of extracted networks "p99_of_extract".
         stamp: facts about the device and the measurement, of values that JSON can hold.
         co_runners: the numbers of co-runners that latencies were measured with, ascending, >= 0; empty if
             latencies were measured without co-runners only.
@@ -119,6 +122,51 @@ class LatencyTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LatencyTable.from_json, (self.to_json(),)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
+        stamp, rows = self.stamp, range(len(self.subnets))
+        mode = "compile" if stamp.get("compile") else stamp.get("mode")
+        if mode == "as served" and "fused" in stamp:
+            old = np.array([[i in stamp["fused"]] for i in rows])  # There was no such statistic.
+            fused = self.statistics.get("fused", old) == 1
+            return tuple("fused" if row.any() else "zero-copy" for row in fused)
+        program = stamp.get("program", "engine")
+        return tuple(mode if program == "engine" else program for _ in rows if mode)
+
+    @property
+    def conditions(self) -> str:
+        """What latencies are of, in one line: mode, batch sizes, threads and processor, as far as known."""
+        stamp, modes = self.stamp, " and ".join(sorted(set(self.modes)))
+        sizes = f"batch size{'s' * (len(self.batch_sizes) > 1)} {', '.join(map(str, self.batch_sizes))}"
+        facts = [modes, sizes, stamp.get("device_name")]
+        if stamp.get("device") != "cuda" and (threads := stamp.get("threads")):
+            facts[2:] = [f"{threads} thread{'s' * (threads != 1)}", facts[2], stamp.get("processor")]
+        return ", ".join(str(fact) for fact in facts if fact)
+
+    def front(self, batch_size: float) -> list[int]:
+        """Return the rows of the subnets that no other one dominates at a batch size, fastest first.
+
+        Args:
+            batch_size: as in `latency_at`. Subnets that cannot run are left out.
+
+        Raises:
+            TableError: the table mixes modes, an accuracy is not known, or the batch size is outside of it.
+
+        Example:
+            >>> LatencyTable(["a", "b", "c"], [70.0, 69.0, 75.0], [1], [[1], [2], [3]]).front(1)
+            [0, 2]
+        """
+        if len(set(self.modes)) > 1:
+            raise TableError(
+                f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; "
+                "measure all subnets in one mode: profile_latency(engine)"
+            )
+        accuracy = self.known_accuracy()
+        ms = [self.latency_at(i, batch_size) for i in range(len(self.subnets))]
+        ran = (i for i, time_ms in enumerate(ms) if not math.isnan(time_ms))
+        return pareto_front(ran, cost=ms.__getitem__, gain=accuracy.__getitem__)
 
     @property
     def fastest_ms(self) -> float:
@@ -319,8 +367,8 @@ class LatencyTable:
                 f"sizes ({self!r} and {other!r})"
             )
         first, second = (int(np.isfinite(cells).sum() - both) for cells in compared)
-        names = [name for name in {**self.stamp, **other.stamp} if name != "measured"]
-        facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in names}
+        names = {**self.stamp, **other.stamp}.keys() - {"measured", "command", "clock_mhz"}
+        facts = {name: (self.stamp.get(name), other.stamp.get(name)) for name in sorted(names)}
         differing = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
         return Comparison(tuple(keys), tuple(sizes), ratios, statistic or "latency", first, second, differing)
 
@@ -386,7 +434,7 @@ class LatencyTable:
         span = f"{min(known):g}-{max(known):g} %" if known else "accuracy not known"
         return (
             f"LatencyTable({len(self.subnets)} subnets, {span}, "
-            f"batch sizes {list(self.batch_sizes)}, fastest {self.fastest_ms:.3g} ms)"
+            f"fastest {self.fastest_ms:.3g} ms; {self.conditions})"
         )
 
 

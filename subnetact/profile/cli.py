@@ -18,11 +18,11 @@ import torch
 from subnetact.command import INTERRUPTED, OptionFormatter
 from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, UserCodeError
-from subnetact.latency.origin import count_stable
+from subnetact.latency.origin import count_stable, unsure
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
-from subnetact.profile.modes import INCLUDES, MODES
-from subnetact.profile.options import add_options, call_with_options
+from subnetact.profile.modes import BESIDE, INCLUDES, MODES
+from subnetact.profile.options import add_options, arguments_of, call_with_options
 from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import load_source
@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         "subnets": {"default": None},
         "mode": {"choices": MODES},
         "include": {"choices": INCLUDES},
+        "beside": {"choices": BESIDE},
         "device": {"default": "cuda" if torch.cuda.is_available() else "cpu"},
         "compare": {"nargs": 2},
     }
@@ -139,7 +140,7 @@ def _profile(args: argparse.Namespace) -> int:
     find_device(job.device)
     torch.manual_seed(args.seed)
     source = call_with_options(load_source, args)
-    table = run_profile(job, source)
+    table = run_profile(job, source, arguments_of(args, build_parser(), without=("resume",)))
     names = {spec.key: name for name, spec in source.supernet.card.subnets.items()}
     _print(job, table, names, own_network=source.supernet.origin is None)
     return UNSTABLE if args.strict and count_stable(table)[1] else DONE
@@ -192,9 +193,11 @@ def _print(job: ProfileJob, table: LatencyTable, names: dict[str, str], own_netw
         print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
     if cells_out := int(np.isnan(table.latency_ms).sum()):
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
-    ran, unstable = count_stable(table)
-    if unstable:
+    if isinstance(predicted := table.stamp.get("search_latency"), dict):
+        for size, error in predicted.items():
+            print(f"the search's latencies at {size}: {error}")
+    if doubt := unsure(table):
         print(
-            f"{unstable} of {ran} cells are unstable: their median is not known to "
-            f"{job.settings.tolerance:g} %. Stop other work on the machine, or raise --max-windows"
+            f"{doubt}: medians that are not known to {job.settings.tolerance:g} %, or those of a busy "
+            "machine. Stop other work on it, or raise --max-windows"
         )

@@ -52,7 +52,7 @@ def _read(line: Mapping[str, Any]) -> tuple[Cell, Window | None]:
     co_runners, subnet, batch_size = line["cell"]
     if not all(type(n) is int and n >= 0 for n in line["cell"]):
         raise ValueError(f"a cell {line['cell']!r}")
-    window = {clock: np.array(line[clock], np.float64) for clock in CLOCKS if clock in line}
+    window = {name: np.array(line[name], np.float64) for name in (*CLOCKS, "busy") if name in line}
     for times in window.values():
         if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
             raise ValueError("times in ms that are not finite numbers >= 0")

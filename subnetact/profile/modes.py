@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,14 @@ import torch
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
-from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.batches import call_with, map_tensors
 
-MODES = ("zero-copy", "fused", "graphs", "compile")
+MODES = ("zero-copy", "fused", "graphs", "compile", "view", "extract")
+"""How a subnet is run: by an engine in one of four ways, or as an ordinary module, which shares the
+supernet's weights (view) or has its own (extract)."""
+AS_SERVED = "as served"
+"""Each subnet as the engine runs it, some as fused programs and others not: a mixture."""
+BESIDE = MODES[4:]
 INCLUDES = ("h2d",)
 
 
@@ -68,21 +75,45 @@ class ScriptedProgram:
         return lambda x: self._module(*x, number)
 
 
+def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
+    """Return an engine that runs all subnets of another one in one mode, and the mode of a `TimedRunner`.
+
+    If no mode is given, it is the one in which the engine runs all of them, or else zero-copy, in which every
+    engine can run any. An engine that runs them so already is measured as it is served.
+    """
+    is_engine = isinstance(engine, Engine)
+    present = {engine.mode_of(i) for i in engine.ids} if is_engine else {AS_SERVED}
+    if mode == AS_SERVED or (len(present) == 1 and mode in (None, *present)):
+        return engine, AS_SERVED
+    mode = mode or "zero-copy"
+    if mode not in MODES or not is_engine:
+        allowed = ", ".join((*MODES, AS_SERVED)) if is_engine else f"{AS_SERVED}; others are for an Engine"
+        raise TableError(f"mode: {mode!r} is none of {type(engine).__name__}; choose from {allowed}")
+    check_mode(mode, (), engine.device)
+    options = {"pinned": (), "prepared": (), **mode_options(mode, engine.config.memory_budget_mb)}
+    config = replace(engine.config, **options)
+    return engine if mode in BESIDE else Engine.from_config(engine.supernet, config), mode
+
+
 class TimedRunner:
-    """Makes the calls to time, of an engine with the `mode_options` of a mode, or without a mode as it is."""
+    """Makes the calls to time: of an engine with the `mode_options` of a mode, or of one as it is served."""
 
     def __init__(
-        self, engine: Any, mode: str | None = None, include: Sequence[str] = (), sample: Any = None
+        self, engine: Any, mode: str = AS_SERVED, include: Sequence[str] = (), sample: Any = None
     ) -> None:
-        self.engine, self.mode, self.facts = engine, mode, run_facts(mode or "as served", include)
+        self.engine, self.mode, self.facts = engine, mode, run_facts(mode, include)
         self.facts["program"] = engine.program
         # What a journal of an engine that runs its subnets in another way must not have.
-        if mode is None and isinstance(engine, Engine):
-            config = engine.config
-            self.facts["fused"] = [i for i in engine.ids if engine.is_fused(i)]
+        if mode == AS_SERVED and isinstance(engine, Engine):
+            config, modes = engine.config, {i: engine.mode_of(i) for i in engine.ids}
             self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}
+            if len(set(modes.values())) == 1:
+                self.facts["mode"] = modes[engine.ids[0]]
+            else:
+                self.facts["fused"] = [i for i in modes if engine.is_fused(i)]
         self.sample = engine.sample if sample is None else sample
         self._inputs: dict[int, Any] = {}
+        self._modules: dict[int, Any] = {}
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
@@ -91,6 +122,10 @@ class TimedRunner:
             self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
         x = self._inputs[batch_size]
         run = self.engine.ready(subnet)
+        if self.mode in BESIDE:
+            make = getattr(self.engine.supernet, "subnet" if self.mode == "view" else "extract")
+            self._modules = {subnet: self._modules.get(subnet) or make(run.spec)}  # for the next batch size
+            run = partial(call_with, self._modules[subnet])
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
         if self.mode == "fused":

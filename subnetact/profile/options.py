@@ -6,6 +6,7 @@ Names, types, defaults and help texts are those of the parameters and of their d
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -62,6 +63,16 @@ def _kind(hint: Any) -> dict[str, Any] | None:
         return {**(_kind(typing.get_args(hint)[0]) or {}), "nargs": "+"}
     metavars = {int: "N", float: "N", str: None, Path: "PATH"}
     return {"type": hint, "metavar": metavars[hint]} if hint in metavars else None
+
+
+def arguments_of(args: Namespace, parser: ArgumentParser, without: Sequence[str] = ()) -> list[str]:
+    """Return the arguments that are parsed to the same options, in the parser's order, without defaults."""
+    found: list[str] = []
+    for name, value in vars(args).items():
+        if name not in without and value != parser.get_default(name):
+            values = value if isinstance(value, list | tuple) else [value] * (value is not True)
+            found += [_option(name), *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+    return found
 
 
 def call_with_options(target: Callable[..., Result], args: Namespace, **more: Any) -> Result:

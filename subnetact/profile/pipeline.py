@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from subnetact.device import find_device
 from subnetact.elastic.folder import INDEX
 from subnetact.engine.budget import budget_bytes
 from subnetact.engine.engine import Engine
-from subnetact.errors import TableError, UncalibratedSubnetWarning
+from subnetact.errors import SubnetActError, TableError, UncalibratedSubnetWarning
 from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
@@ -37,6 +39,8 @@ from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environme
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
+JOURNAL_FILE = "journal.jsonl"
+
 
 @dataclass(frozen=True)
 class ProfileJob:
@@ -49,16 +53,17 @@ class ProfileJob:
         device: cpu, cuda, cuda:1.
         mode: zero-copy: an engine without a memory budget, no weight is copied; fused: every subnet as a
             fused program, on CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile
-            (inductor).
+            (inductor); view or extract: ordinary modules, with the supernet's weights or with their own.
+        beside: view and extract are measured too, in turns with `mode`, as statistics such as p50_of_extract.
         include: time this too; h2d: the copy of the input to the device (CUDA only).
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB (default: that of an engine, 1.25
             times the weights, at most 1024).
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches of inputs
             without labels; or random:N for N random images, for latency only. If not given, subnets keep the
             statistics that they have.
-        out: the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
-            its latencies never fall as the batch grows. The folder NAME.json.work is what `resume` reads; it
-            may be deleted after the run.
+        out: the table as measured; only what the same command made is replaced. NAME.scheduler.json beside it
+            is the table for a Batcher or a simulation: its latencies never fall as the batch grows.
+            The folder NAME.json.work is what `resume` reads; it may be deleted after the run.
         save_bundle: a directory for weights, statistics, subnets and tables.
         plot: a directory for a heat map, and for the Pareto front if accuracies are known.
         resume: continue where an earlier run stopped.
@@ -69,6 +74,7 @@ class ProfileJob:
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     device: str = "cpu"
     mode: str = "zero-copy"
+    beside: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     memory_budget_mb: float | None = None
     calibrate_on: str | None = None
@@ -88,8 +94,13 @@ class ProfileJob:
         return self.out.with_name(f"{self.out.name}.work")
 
 
-def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[Any]]:
+def checked(
+    job: ProfileJob, source: ProfileSource, command: Sequence[str] = ()
+) -> tuple[Wanted, Iterable[Any]]:
     """Return the subnets wanted and the batches to calibrate with; refuse what is impossible."""
+    resumes = job.resume and job.work.exists()
+    for made in filter(Path.is_file, () if resumes else (job.out, job.scheduler_out)):
+        _require_own(made, command)
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
@@ -109,38 +120,60 @@ def checked(job: ProfileJob, source: ProfileSource) -> tuple[Wanted, Iterable[An
     return what_is_wanted(source, job.request), batches
 
 
+def _require_own(path: Path, command: Sequence[str]) -> None:
+    """Refuse to replace a file that another command made."""
+    with suppress(SubnetActError):
+        if command and LatencyTable.load(path).stamp.get("command") == list(command):
+            return
+    raise TableError(
+        f"out: {path} was not made by this command with these options; choose another --out, or continue "
+        "with --resume and the options that made it"
+    )
+
+
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
     device, how = find_device(job.device), run_facts(job.mode, job.include)
     facts = environment(weights_of(source.supernet), device, source.sample, how, job.settings)
-    files = [Path(name) for name in (job.request.subnets, *job.request.accuracy) if Path(name).is_file()]
-    options = {
-        "batch_sizes": job.batch_sizes,
-        "request": vars(job.request),
-        "files": {str(file): described(file) for file in files},
-        "memory_budget_mb": job.memory_budget_mb,
-        "calibrate_on": job.calibrate_on,
-    }
+    options = {"batch_sizes": job.batch_sizes, **asked(job, source)}
     if not job.resume and (job.work / "done").exists():
-        shutil.rmtree(job.work)
+        before = job.work.with_name(f"{job.work.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        job.work.rename(before)
     job.work.mkdir(exist_ok=True)
-    return Journal(job.work / "journal.jsonl", {**facts, **options}, job.resume, job.work)
+    return Journal(job.work / JOURNAL_FILE, {**facts, **options}, job.resume, job.work)
 
 
-def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
-    """Select subnets, calibrate them, measure them, and write the files of the job; return the table."""
+def asked(job: ProfileJob, source: ProfileSource) -> dict[str, Any]:
+    """Return what a user asked for, and hashes of the files and modules it names, for journal and stamp."""
+    request, origin = vars(job.request), dict(source.origin)
+    named = (origin.get("checkpoint"), origin.get("model"), request["subnets"], *request["accuracy"])
+    names = [name for name in (*named, job.calibrate_on) if name and not name.startswith(RANDOM_PREFIX)]
+    modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
+    paths = {name: Path(getattr(modules.get(name), "__file__", None) or name) for name in names}
+    files = {name: described(path) for name, path in paths.items() if path.is_file()}
+    options = {name: getattr(job, name) for name in ("beside", "memory_budget_mb", "calibrate_on")}
+    return {"request": request, "source": origin, "files": files, **options}
+
+
+def run_profile(job: ProfileJob, source: ProfileSource, command: Sequence[str] = ()) -> LatencyTable:
+    """Select subnets, calibrate them, measure them, and write the files of the job; return the table.
+
+    The stamp has the options of the `command` that asks for the same again.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        wanted, batches = checked(job, source)
+        wanted, batches = checked(job, source, command)
         journal = open_journal(job, source)
         selection = select_subnets(wanted, journal, job.batch_sizes, partial(_quick_medians, job, source))
         accuracy = percentages(selection.accuracy, [spec.key for spec in selection.specs])
         warn_of_fractions(accuracy)
         calibrated = _calibrate(job, source.supernet, selection.specs, batches)
         runner = _runner(job, source, selection.specs, selection.accuracy)
-        sweep = Sweep(runner, job.batch_sizes, job.settings, journal)
+        sweep = Sweep(runner, job.batch_sizes, job.settings, journal, beside=job.beside)
         sweep.run()
-    table = sweep.table(accuracy, calibrated_on=calibrated, **selection.facts)
+    facts = {**asked(job, source), "command": list(command), "calibrated_on": calibrated}
+    table = sweep.table(accuracy, **facts, **selection.facts)
     _write(job, table, runner)
     (job.work / "done").touch()
     return table

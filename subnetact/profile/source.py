@@ -7,7 +7,7 @@ because that room may not import the supernet that it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,16 @@ RANDOM_PREFIX = "random:"
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle."""
+    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle.
+
+    `origin` has the arguments of `load_source` that were given.
+    """
 
     supernet: Supernet
     sample: Tensor
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_source(
@@ -67,6 +71,7 @@ def load_source(
         precision: the precisions that subnets may choose (default: the bundle's, or float32). Subnets in
             files name theirs under the key precision; those that do not are float32.
     """
+    origin = {name: value for name, value in locals().items() if value}
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1 and given != ["model", "bundle"]:
         raise SpecError(f"{' and '.join(given)} were given; give one of them")
@@ -114,7 +119,7 @@ def load_source(
         )
     name = input_dtype or (dtype if usual.is_floating_point() else None)
     sample = torch.zeros(input_shape or usual.shape, dtype=_dtype(name) if name else usual.dtype)
-    return ProfileSource(supernet, sample, specs, accuracy)
+    return ProfileSource(supernet, sample, specs, accuracy, origin)
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool = False) -> Any:

@@ -1,5 +1,8 @@
 """Statistics of one cell's windows, and whether its median can be trusted.
 
+A median that is well known may still be wrong: beside other work, all windows are slow alike. So a cell is
+not stable either if this process waited for a CPU for longer than the tolerance, in half of its windows.
+
 The runs of one window resemble each other. Windows lie apart in time, so the spread of their medians shows
 how well the median of the cell is known. No run is discarded: on the machines that were tried, the median of
 all runs was more reproducible than the median of the fastest windows.
@@ -32,7 +35,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_stable(windows: Sequence[Window], tolerance: float) -> bool:
-    """Tell whether half the width of the median's interval is at most `tolerance` percent of the median."""
+    """Tell whether half the width of the median's interval is at most `tolerance` percent of the median.
+
+    Windows in which this process waited for a CPU for longer than that, by their median, tell nothing.
+    """
+    if busy_share(windows) > tolerance / 100:
+        return False
     medians = [float(np.median(window["host_ms"])) for window in windows]
     size = len(medians) // BLOCKS
     blocks = np.array_split(medians, len(medians) // size if size > 2 else len(medians))
@@ -40,9 +48,17 @@ def is_stable(windows: Sequence[Window], tolerance: float) -> bool:
     return (high - low) / 2 <= tolerance / 100 * float(np.median(medians))
 
 
+def busy_share(windows: Sequence[Window]) -> float:
+    """Return the median share of the windows for which this process waited for a CPU; NaN if none says."""
+    shares = [float(window["busy"][0]) for window in windows if "busy" in window]
+    return float(np.median(shares)) if shares else math.nan
+
+
 def statistics_of(windows: list[Window], tolerance: float, quantiles: Sequence[float]) -> dict[str, float]:
-    """Return statistics over all runs of all windows in ms, and `stable`, `windows` and `runs`."""
+    """Return statistics over all runs of all windows in ms, and `stable`, `busy`, `windows` and `runs`."""
     found = {"stable": float(is_stable(windows, tolerance)), "windows": float(len(windows))}
+    if (busy := busy_share(windows)) == busy:
+        found["busy"] = busy
     for clock, prefix in CLOCKS.items():
         if clock not in windows[0]:
             continue

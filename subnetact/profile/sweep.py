@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.device import machine, ran_out_of_memory
+from subnetact.device import machine, moment, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
@@ -29,7 +29,7 @@ from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import ScriptedProgram, TimedRunner
+from subnetact.profile.modes import BESIDE, ScriptedProgram, TimedRunner, engine_in_mode
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import measure
 from subnetact.supernet.batches import map_tensors
@@ -145,30 +145,43 @@ class Sweep:
         settings: SweepSettings,
         journal: Journal | None = None,
         record: str = "window",
+        beside: Sequence[str] = (),
     ) -> None:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
+        alone = replace(settings, co_runners=()) if beside else settings
+        runners = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
+        self.beside = {m: Sweep(r, batch_sizes, alone, journal, f"window of {m}") for m, r in runners.items()}
         self.journal, self.measurements = journal, Measurements(journal, record)
         numbers = (0, *settings.co_runners)
         self._cells = [(n, i, b) for n in numbers for i in runner.engine.ids for b in self.batch_sizes]
 
     def run(self, progress: bool = True, label: str = "profiling") -> None:
-        """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
+        """Measure what is not measured yet, with a progress bar when standard error is a terminal.
+
+        Sweeps of other modes, which are `beside` this one, take turns with it.
+        """
         context: CoRunners | nullcontext[None] = nullcontext()
         if self.settings.co_runners:
             context = _co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
-        windows = self.measurements.windows
+        sweeps = (self, *self.beside.values())
         with context as processes, bar:
-            while missing := self._missing():
-                bar.total = bar.n + sum(missing.values())
-                fewest = min(len(windows[cell]) for cell in missing)
-                for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
-                    if self.measurements.impossible(cell):
-                        continue
-                    if processes is not None:
-                        processes.run(cell[0])
-                    self._measure_window(cell)
-                    bar.update()
+            while any(missing := [sweep._missing() for sweep in sweeps]):
+                bar.total = bar.n + sum(sum(cells.values()) for cells in missing)
+                for sweep, cells in zip(sweeps, missing, strict=True):
+                    sweep._visit(cells, processes, bar)
+
+    def _visit(self, missing: dict[Cell, int], processes: CoRunners | None, bar: Any) -> None:
+        """Measure one window of the cells that have the fewest of those that miss some."""
+        windows = self.measurements.windows
+        fewest = min((len(windows[cell]) for cell in missing), default=0)
+        for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
+            if self.measurements.impossible(cell):
+                continue
+            if processes is not None:
+                processes.run(cell[0])
+            self._measure_window(cell)
+            bar.update()
 
     def _missing(self) -> dict[Cell, int]:
         """Return how many more windows are needed at least, for every cell that needs one."""
@@ -202,6 +215,8 @@ class Sweep:
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             window = None
+        if window is not None and cell[0]:
+            window = {name: a for name, a in window.items() if name != "busy"}  # They are the other work.
         self.measurements.add(cell, window)
 
     def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
@@ -226,13 +241,18 @@ class Sweep:
         numbers = tuple(found) if settings.co_runners else ()
         none = np.full_like(alone[settings.statistic], math.nan)
         beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
+        for mode, sweep in self.beside.items():
+            beside |= {f"{name}_of_{mode}": cells for name, cells in sweep.statistics().items()}
+        if "fused" in runner.facts:
+            fused = np.array([[float(i in runner.facts["fused"])] for i in runner.engine.ids])
+            beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran
         return LatencyTable(
             runner.engine.keys,
             accuracy,
             self.batch_sizes,
             alone[settings.statistic],
             statistics={**alone, **beside},
-            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **facts},
+            stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **moment(), **facts},
             co_runners=numbers,
             co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
         )
@@ -261,8 +281,17 @@ def profile_latency(
     resume: StrPath | None = None,
     shape: int = -1,
     check: bool = True,
+    mode: str | None = None,
+    beside: Sequence[str] = (),
 ) -> LatencyTable:
-    """Measure every registered subnet at every batch size on the engine's device.
+    """Measure every registered subnet at every batch size on the engine's device, all of them in one mode.
+
+    If the engine runs all its subnets in one mode, as fused programs for example, they are measured as it
+    runs them. If its memory budget suffices for the programs of some only, all are measured `zero-copy`, so
+    that they can be compared with each other. A server of such an engine is better off with
+    `mode="as served"`, a mixture, which has no Pareto front: its statistic `fused` says which is which.
+    A table of an engine is neither the latency of a view, `supernet.subnet(spec)`, nor that of an extracted
+    network; `beside=("view", "extract")` measures these, too, in turns.
 
     What was exported is measured as it is: `profile_latency(load_exported(path, trusted=True))`, and
     `profile_latency(torch.jit.load(path))` for a file of `to_torchscript`. The stamp of the table names the
@@ -295,15 +324,22 @@ def profile_latency(
             largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
             table per shape.
         check: whether to run `supernet.check` on one input of this shape, once per supernet, if there is one.
+        mode: how an `Engine` runs all subnets: `zero-copy`, `fused`, `graphs` (CUDA only) or `compile`;
+            `view` or `extract`, as ordinary modules; or `as served`, each as the engine runs it. An engine
+            that runs otherwise is left as it is, and another one with its weights is measured.
+        beside: modes `view` and `extract` that are measured in turns with the first, as statistics such as
+            "p50_of_extract".
 
     Returns:
         The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
         that ran out of memory are NaN. `table.statistics` keeps all statistics; its "stable" says which
-        medians are known to `tolerance` percent.
+        medians are known to `tolerance` percent, and were not measured beside other work for which this
+        process waited longer than that ("busy").
 
     Raises:
         TableError: `engine` is nothing that can be measured, no table can be made of an argument, a subnet
-            does not run, or all cells ran out of memory.
+            does not run, or not in this mode, or all cells ran out of memory.
+        DeviceError: the device has no such mode.
         InsertError: `supernet.check` fails; the message names the module.
         ResumeMismatch: the file `resume` was begun with another machine, other weights or settings.
         FileFormatError: the file `resume` is no journal.
@@ -331,11 +367,14 @@ def profile_latency(
         raise TableError(f"shape: {shape!r} is no position among the {len(samples)} examples of the engine")
     if check and isinstance(engine, Engine):
         engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
-    runner = TimedRunner(engine, sample=samples[shape])
+    measured, mode = engine_in_mode(engine, mode)
+    if beside and not (set(beside) <= set(BESIDE) and isinstance(engine, Engine)):
+        raise TableError(f"beside: {list(beside)}; choose from {', '.join(BESIDE)}, for an Engine")
+    runner = TimedRunner(measured, mode, sample=samples[shape])
     journal = None
     if resume is not None:
-        facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
+        facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes), "beside": list(beside)}
         journal = Journal(resume, {**_environment_of(runner, settings), **facts})
-    sweep = Sweep(runner, batch_sizes, settings, journal)
+    sweep = Sweep(runner, batch_sizes, settings, journal, beside=beside)
     sweep.run(progress)
     return sweep.table(known)

@@ -84,7 +84,7 @@ class Source:
     def summary(self, engine: Engine, table: LatencyTable) -> str:
         """Return what is served, how, and where its latencies were measured, in one line."""
         percent, what = table.accuracy, "the demo" if self.bundle is None else f"bundle {self.bundle}"
-        origin = doubts(table, engine.device, self.threads_per_worker) or "measured on this machine"
+        origin = doubts(table, engine, self.threads_per_worker) or "measured on this machine"
         return (
             f"subnetact {__version__}: {what}, fingerprint {engine.fingerprint}, {len(engine.ids)} subnets "
             f"of {min(percent):.2f} to {max(percent):.2f} %, slo_ms {self.slo_ms:g}, workers {self.workers}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -26,6 +28,7 @@ from small_families import small_constructor, small_supernet
 import ofa_adapters
 import subnetact
 import subnetact.nas
+from subnetact import device
 from subnetact.command import import_name
 from subnetact.costs.model import CostModel
 from subnetact.elastic.__main__ import main as elastic
@@ -36,9 +39,10 @@ from subnetact.latency.plot import need_matplotlib
 from subnetact.profile.cli import build_parser, main
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.options import call_with_options
-from subnetact.profile.pipeline import ProfileJob
+from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import (
+    ProfileSource,
     calibration_batches,
     load_source,
 )
@@ -56,6 +60,10 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path, *arguments: Any) -> int:
+    """Run the command; a table of other options, which it would not replace, is moved away before."""
+    if "--resume" not in arguments:
+        for path in tmp_path.glob("t*.json"):
+            path.unlink()
     return main([*QUICK, "--out", str(tmp_path / "t.json"), *map(str, arguments)])
 
 
@@ -391,10 +399,11 @@ def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: An
         == 0
     )
     assert f"Engine.load({str(bundle)!r}, supernet=yours)" in capsys.readouterr().out
+    first = table_in(tmp_path)
     assert run(tmp_path, "--bundle", bundle, "--batch-sizes", 1) == 2
     (tmp_path / "again").mkdir()
     assert run(tmp_path / "again", *model, "--bundle", bundle, "--batch-sizes", 1, 2) == 0
-    first, again = table_in(tmp_path), table_in(tmp_path / "again")
+    again = table_in(tmp_path / "again")
     assert first.subnets == again.subnets
     assert first.stamp["supernet"] == again.stamp["supernet"]
 
@@ -594,7 +603,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(
     assert tables[0].subnets == tables[1].subnets
     assert tables[0].batch_sizes == tables[1].batch_sizes
     assert tables[0].statistics["windows"].tolist() == tables[1].statistics["windows"].tolist()
-    for key in set(tables[0].stamp) - {"measured"}:
+    for key in set(tables[0].stamp) - {"measured", "command", "load_average", "clock_mhz"}:
         assert tables[0].stamp[key] == tables[1].stamp[key]
     for name in ("model.safetensors", "norms.safetensors"):
         tensors = [load_file(one / "bundle" / name) for one in (tmp_path / "whole", folder)]
@@ -700,3 +709,76 @@ def test_precisions_are_profiled_and_kept(tmp_path: Path, capsys: pytest.Capture
     assert "precision: the supernet has int8, float32" in capsys.readouterr().err
     assert run(tmp_path, *given) == 2
     assert "precision" in capsys.readouterr().err
+
+
+def test_a_tables_stamp_rebuilds_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[tuple[ProfileJob, ProfileSource]] = []
+
+    def noted(job: ProfileJob, source: ProfileSource, command: Any) -> subnetact.LatencyTable:
+        requests.append((replace(job, resume=False), source))
+        return run_profile(job, source, command)
+
+    monkeypatch.setattr("subnetact.profile.cli.run_profile", noted)
+    np.save(tmp_path / "images.npy", np.ones((4, 3, 32, 32), np.float32))
+    family = small_supernet("ofa_resnet50")
+    torch.save(family.state_dict(), tmp_path / "family.pth")
+    arguments = (
+        "--family", "ofa_resnet50", "--checkpoint", tmp_path / "family.pth", "--input-shape", 3, 32, 32,
+        "--constructor", json.dumps(small_constructor("ofa_resnet50")), "--seed", 7, "--subnets", 2,
+        "--batch-sizes", 1, 2, "--fit-subnets", 8, "--evaluations", 9, "--tolerance", 7.5, "--resume",
+        "--accuracy", f"{FACTORY}:accuracy", "--calibrate-on", tmp_path / "images.npy", "--beside", "extract",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments) == 0
+    printed, table = capsys.readouterr().out, table_in(tmp_path)
+    for size, error in table.stamp["search_latency"].items():
+        assert f"the search's latencies at {size}: {error}\n" in printed
+    assert main(table.stamp["command"]) == 0  # the same command may replace its own table
+    first, again = requests
+    assert first[0] == again[0]
+    assert first[1].origin == again[1].origin
+    stamp = table_in(tmp_path).stamp
+    assert [stamp[name] for name in ("request", "source", "files")] == [
+        table.stamp[name] for name in ("request", "source", "files")
+    ]
+    assert (stamp["request"]["seed"], stamp["request"]["fit_subnets"], stamp["source"]["family"]) == (
+        7, 8, "ofa_resnet50",
+    )  # fmt: skip
+    named = (tmp_path / "family.pth", tmp_path / "images.npy", Path(__file__).with_name(f"{FACTORY}.py"))
+    hashes = {hashlib.sha256(path.read_bytes()).hexdigest() for path in named}
+    assert hashes == {one["sha256"] for one in stamp["files"].values()}
+    assert stamp["versions"]["numpy"] == np.__version__
+    assert "p50_of_extract" in table.statistics
+    assert (tmp_path / "t.json.work.before" / "done").exists()  # the journal of the first run
+
+
+def test_what_another_command_made_is_not_overwritten(tmp_path: Path, capsys: Any) -> None:
+    arguments = [*QUICK, "--subnets", "random:2", "--batch-sizes", "1", "--out", str(tmp_path / "t.json")]
+    assert main(arguments) == 0
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for others in (["--seed", "5"], ["--batch-sizes", "1", "2"]):
+        assert main([*arguments, *others]) == 2
+        assert "choose another --out, or continue with --resume" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
+    (tmp_path / "t.json").write_text("a thesis")
+    assert main(arguments) == 2
+    assert main([*arguments, "--seed", "5", "--out", str(tmp_path / "five.json")]) == 0
+
+
+def test_a_checkout_is_told_by_its_commit(tmp_path: Path) -> None:
+    git = tmp_path / "main" / ".git"
+    for folder in (git / "logs", git / "worktrees" / "w" / "logs", tmp_path / "w", tmp_path / "none"):
+        folder.mkdir(parents=True)
+    (git / "logs" / "HEAD").write_text("0 a1 Ann <a@b> 1 +0\tclone\na1 b2 Ann <a@b> 2 +0\tcommit: x y\n")
+    (git / "worktrees" / "w" / "logs" / "HEAD").write_text("0 c3 Ann <a@b> 3 +0000\n")
+    (tmp_path / "w" / ".git").write_text(f"gitdir: {git}/worktrees/w\n")
+    assert [device._commit(tmp_path / name) for name in ("main", "w")] == ["b2", "c3"]
+
+    class Installed:
+        def read_text(self, name: str) -> str:
+            return json.dumps({"url": "git+x", "vcs_info": {"commit_id": "d4"}} if "url" in name else {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "distributions", lambda name: [Installed()])
+        assert device._commit(tmp_path / "none") == "d4"

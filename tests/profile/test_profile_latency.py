@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import subnetact
-from subnetact.errors import TableError
+from subnetact.errors import LatencyTableWarning, TableError
+from subnetact.profile import modes
+from subnetact.profile.modes import TimedRunner
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -90,3 +96,102 @@ def test_accuracies_are_those_of_the_engine_if_none_are_given(digits: Supernet) 
     assert known[0] == 50.0
     assert np.isnan(known[1])
     assert subnetact.profile_latency(engine, [1], [70.0, 80.0], **quick).accuracy == (70.0, 80.0)  # type: ignore[arg-type]
+
+
+def mixed(digits: Supernet) -> subnetact.Engine:
+    """Return an engine of four subnets that has room for the programs of some only."""
+    specs = digits.space.sample(0, 4)
+    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    alone = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE[None])
+    room = 1.01 * alone.stats().fused_bytes / 2**20
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], memory_budget_mb=room)
+    assert 0 < sum(map(engine.is_fused, engine.ids)) < 4
+    return engine
+
+
+def test_a_table_is_of_one_mode_unless_it_says_otherwise(
+    digits: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ran = mixed(digits), list[tuple[str, bool]]()
+    prepared = TimedRunner.prepared
+
+    @contextmanager
+    def noted(runner: TimedRunner, subnet: int, batch_size: int) -> Iterator[Any]:
+        with prepared(runner, subnet, batch_size) as call:
+            ran.append((runner.mode, runner.engine.is_fused(subnet)))
+            yield call
+
+    monkeypatch.setattr(TimedRunner, "prepared", noted)
+    before = [engine.mode_of(i) for i in engine.ids]
+
+    def profile(*modes: str) -> tuple[subnetact.LatencyTable, set[bool]]:
+        ran.clear()
+        quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
+        quick |= {"accuracy": [1.0, 4.0, 2.0, 3.0], "mode": modes[0] if modes else None}
+        table = subnetact.profile_latency(engine, [1, 2], **quick)
+        assert [engine.mode_of(i) for i in engine.ids] == before  # what is served is left alone
+        return table, {fused for _, fused in ran}
+
+    table, fused = profile()
+    assert (set(table.modes), fused) == ({"zero-copy"}, {False})
+    assert "zero-copy, batch sizes 1, 2, " in repr(table)
+    assert table.front(1)[-1] == 1  # the most accurate one is on every front
+    table, fused = profile("fused")
+    assert (set(table.modes), fused) == ({"fused"}, {True})
+    served, fused = profile("as served")
+    assert (list(served.modes), fused) == (before, {True, False})
+    assert served.statistics["fused"].tolist() == [[mode == "fused"] * 2 for mode in before]
+    assert served.select([1, 2, 3]).modes == served.modes[1:]
+    with pytest.raises(TableError, match=r"mixes modes \(fused and zero-copy, .*profile_latency\(engine\)"):
+        served.front(1)
+    old = dataclasses.replace(served, statistics={})  # as earlier versions stamped a mixture
+    assert old.modes == served.modes
+    with pytest.raises(TableError, match="mode: 'fast' is none of Engine; choose from zero-copy, fused"):
+        profile("fast")
+
+
+def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) -> None:
+    engine = mixed(digits)
+    quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "tolerance": 1e9, "accuracy": [1.0, 2.0, 3.0, 4.0]}
+    with pytest.warns(
+        LatencyTableWarning, match=r"of 4 subnets were measured zero-copy, which run fused.*as serv"
+    ):
+        subnetact.Batcher(engine, table=subnetact.profile_latency(engine, [1], **quick), slo_ms=500).close()
+    views = subnetact.Engine(digits, engine.specs, example=EXAMPLE[None], fuse=False)
+    for mode, of in (("as served", engine), (None, views)):
+        table = subnetact.profile_latency(engine, [1], **quick, mode=mode)
+        subnetact.Batcher(of, table=table, slo_ms=500).close()  # warnings are errors
+
+
+def test_views_and_extracted_networks_are_measured_beside_an_engine(digits: Supernet, tmp_path: Path) -> None:
+    engine, kinds = mixed(digits), set[str]()
+    call_with = modes.call_with
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noted(network: Any, x: Any) -> Any:
+            weights = next(network.parameters())
+            kinds.add("view" if shares(weights, digits) else "extract")
+            return call_with(network, x)
+
+        patch.setattr(modes, "call_with", noted)
+        quick: Any = {
+            "warmup_ms": 0,
+            "min_time_ms": 1,
+            "windows": 2,
+            "max_windows": 2,
+            "resume": tmp_path / "j",
+        }
+        table = subnetact.profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
+    assert kinds == {"view", "extract"}
+    names = {"p50", "p50_of_view", "p50_of_extract", "stable_of_view", "busy_of_extract"}
+    assert names <= set(table.statistics)
+    assert table.statistics["windows_of_extract"].tolist() == [[2.0] * 2] * 4
+    again = subnetact.profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
+    assert again.statistics["p50_of_view"].tolist() == table.statistics["p50_of_view"].tolist()
+    with pytest.raises(TableError, match="choose from view, extract"):
+        subnetact.profile_latency(engine, [1], beside=("fused",))
+
+
+def shares(tensor: torch.Tensor, supernet: Supernet) -> bool:
+    storages = {parameter.untyped_storage().data_ptr() for parameter in supernet.parameters()}
+    return tensor.untyped_storage().data_ptr() in storages

@@ -66,3 +66,16 @@ def test_statistics_are_of_all_runs_by_clock() -> None:
     assert found["p99.9"] > found["p50"] == found["mean"] == 2.5
     assert (found["min"], found["std"], found["device_min"]) == (2.0, 0.5, 1.0)
     assert (found["runs"], found["windows"], found["stable"]) == (10, 5, 1)
+
+
+def test_a_cell_beside_other_work_is_not_stable_however_alike_its_windows_are() -> None:
+    def beside(*busy: float) -> list[dict[str, np.ndarray]]:
+        alike = windows(*[1.0] * len(busy))
+        return [{**window, "busy": np.array([share])} for window, share in zip(alike, busy, strict=True)]
+
+    assert is_stable(beside(0.0, 0.01, 0.0, 0.02, 0.0), 5)
+    assert is_stable(beside(0.0, 0.6, 0.0, 0.6, 0.0), 5)  # a minority
+    slow = beside(0.3, 0.35, 0.0, 0.35, 0.4)
+    assert not is_stable(slow, 5)
+    assert statistics_of(slow, 5, [50])["busy"] == 0.35
+    assert "busy" not in statistics_of(windows(1.0), 5, [50])

@@ -1,0 +1,152 @@
+"""Compares latency tables with a stopwatch that knows nothing of them, alone and beside busy processes.
+
+    python benchmarks/table_truth.py [--family digits] [--pixels 64] [--rounds 3] [--busy 2]
+        [--out benchmarks/results/table_truth.json]
+
+For every mode, `profile_latency` and the stopwatch take turns: a loop of `perf_counter` around what a user
+calls, `engine(x, subnet=i)`, `supernet.subnet(spec)(x)` or `supernet.extract(spec)(x)`. There are ten subnets
+at three batch sizes, 30 cells. Then the table is measured again while `--busy` processes count: cells must be
+suspect, or within 10 % of what they were before. Its front is compared with that of the stopwatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+import subnetact
+from ofa_adapters import load
+from subnetact.device import machine, moment
+from subnetact.digits import load_digits_supernet
+
+MODES = ("fused", "zero-copy", "view", "extract")
+RUNS = 3
+Cell: TypeAlias = tuple[int, int]
+"""A subnet and a batch size."""
+
+
+def stopwatch(calls: dict[Cell, Callable[[], Any]], taken: dict[Cell, list[float]]) -> None:
+    """Time every call a few times, and again after all others."""
+    with torch.inference_mode():
+        for _ in range(3):
+            for cell, call in calls.items():
+                call()
+                for _ in range(RUNS):
+                    begun = time.perf_counter()
+                    call()
+                    taken.setdefault(cell, []).append(1e3 * (time.perf_counter() - begun))
+
+
+def dominated(ms: np.ndarray, accuracy: list[float], i: int) -> list[float]:
+    """Return the latencies, relative to that of a subnet, of those that are faster and more accurate."""
+    return [ms[j] / ms[i] for j in range(len(ms)) if ms[j] < ms[i] and accuracy[j] > accuracy[i]]
+
+
+def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """Return how far the table of a mode is from the stopwatch."""
+    supernet, cells = engine.supernet, dict[Cell, Callable[[], Any]]()
+    inputs = {size: torch.randn(size, *engine.sample.shape) for size in args.batch_sizes}
+    networks = {"view": supernet.subnet, "extract": supernet.extract}
+    for i, spec in zip(engine.ids, engine.specs, strict=True):
+        network = networks[mode](spec) if mode in networks else None
+        for size, x in inputs.items():
+            cells[i, size] = partial(engine, x, subnet=i) if network is None else partial(network, x)
+    own: dict[Cell, list[float]] = {}
+    accuracy, tables = [70.0 + 0.5 * i for i in engine.ids], []
+    before = os.getloadavg()[0]
+    how: dict[str, Any] = {"mode": mode, "min_time_ms": 60.0, "max_windows": 5}
+    for _ in range(args.rounds):
+        tables.append(subnetact.profile_latency(engine, args.batch_sizes, accuracy, **how))
+        stopwatch(cells, own)
+    ms = np.median([table.latency_ms for table in tables], axis=0)
+    mine = np.array([[np.median(own[i, size]) for size in args.batch_sizes] for i in engine.ids])
+    ratio, fronts = ms / mine, []
+    for column, size in enumerate(args.batch_sizes):
+        found = replace(tables[0], latency_ms=ms).front(size)
+        brute = [i for i in engine.ids if not dominated(mine[:, column], accuracy, i)]
+        ties = [min(dominated(mine[:, column], accuracy, i), default=1.0) for i in set(found) - set(brute)]
+        ties += [min(dominated(ms[:, column], accuracy, i), default=1.0) for i in set(brute) - set(found)]
+        fronts.append({"table": found, "stopwatch": brute, "apart_percent": [100 * (1 - t) for t in ties]})
+    least = np.min([table.statistics["min"] for table in tables], axis=0)
+    mine_least = np.array([[min(own[i, size]) for size in args.batch_sizes] for i in engine.ids])
+    result = {
+        "fastest_runs": {  # which other work disturbs least
+            "median_ratio": float(np.median(least / mine_least)),
+            "rank_correlation": float(spearmanr(least.ravel(), mine_least.ravel())[0]),
+        },
+        "conditions": tables[0].conditions,
+        "cells": int(ms.size),
+        "median_ratio": float(np.median(ratio)),
+        "smallest_ratio": float(ratio.min()),
+        "largest_ratio": float(ratio.max()),
+        "rank_correlation": float(spearmanr(ms.ravel(), mine.ravel())[0]),
+        "rank_correlation_by_batch": [float(spearmanr(*pair)[0]) for pair in zip(ms.T, mine.T, strict=True)],
+        "suspect_cells": [int((t.statistics["busy"] > 0.05).sum()) for t in tables],
+        "unstable_cells": [int((t.statistics["stable"] == 0).sum()) for t in tables],
+        "fronts": fronts,
+        "load_average": [before, os.getloadavg()[0]],
+    }
+    if args.busy:
+        loop = [sys.executable, "-c", "while True: pass"]
+        others = [subprocess.Popen(loop) for _ in range(args.busy)]
+        try:
+            table = subnetact.profile_latency(engine, args.batch_sizes, accuracy, **how)
+        finally:
+            for other in others:
+                other.kill()
+        apart, suspect = table.latency_ms / ms - 1, table.statistics["stable"] == 0
+        result["busy"] = {
+            "processes": args.busy,
+            "median_ratio": float(np.median(1 + apart)),
+            "suspect_cells": int(suspect.sum()),
+            "neither_suspect_nor_within_10_percent": int((~suspect & (np.abs(apart) > 0.1)).sum()),
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", default="ofa_resnet50", help="a family, or digits")
+    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", default=MODES)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    digits = args.family == "digits"
+    supernet = load_digits_supernet() if digits else load(args.family)
+    example = torch.randn(1, 1, 16, 16) if digits else torch.randn(1, 3, args.pixels, args.pixels)
+    specs = supernet.space.sample(3, 10)
+    subnetact.calibrate(supernet, specs, [torch.randn(8, *example.shape[1:])], progress=False)
+    result: dict[str, Any] = {
+        "machine": {**machine(torch.device("cpu")), **moment()},
+        "family": args.family,
+    }
+    for mode in args.modes:
+        room = 2048.0 if mode == "fused" else 0.0
+        engine = subnetact.Engine(supernet, specs, example=example, check=False, memory_budget_mb=room)
+        result[mode] = compared(mode, engine, args)
+        print(mode, json.dumps(result[mode], indent=1), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
