@@ -33,17 +33,19 @@ from subnetact.device import machine, moment
 from subnetact.digits import load_digits_supernet
 
 MODES = ("fused", "zero-copy", "view", "extract")
-RUNS = 3
+RUNS = 10
 Cell: TypeAlias = tuple[int, int]
 """A subnet and a batch size."""
 
 
 def stopwatch(calls: dict[Cell, Callable[[], Any]], taken: dict[Cell, list[float]]) -> None:
-    """Time every call a few times, and again after all others."""
+    """Time every call a few times after a warm-up, and again after all others."""
     with torch.inference_mode():
         for _ in range(3):
             for cell, call in calls.items():
-                call()
+                warm = time.perf_counter() + 0.02  # Right after another network, caches are cold.
+                while time.perf_counter() < warm:
+                    call()
                 for _ in range(RUNS):
                     begun = time.perf_counter()
                     call()

@@ -49,35 +49,35 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors           115    54     41
     files            556    89      0
     device           138    13     10
-    command           61     8      6
+    command           88    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
     operators       2213   739     18
-    supernet        2934   838      5
+    supernet        2945   840      5
     insertion       4077   876     12
-    ofa_adapters    2482   490      7
+    ofa_adapters    2588   506      7
     digits           136    18      7
-    calibration      703   149      1
-    latency          559   265      5
+    calibration      703   150      1
+    latency          583   309      6
     training        1337   327      4
-    elastic          846   175      1
-    engine          2251   625      5
+    elastic          854   177      1
+    engine          2252   626      5
     workers          560    96      0
     costs            286    65      4
-    nas              558   196      6
-    profile         1373   288      1
-    serving         4990  1941     36
+    nas              608   281      6
+    profile         1360   291      1
+    serving         5126  1983     36
     generation      1442   458     13
     export          1198   420      7
     demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1879   389      7
+    serve           1880   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32296  8962    227
+    all            32647  9160    230
 
 The README has a glossary of the words that are used here.
 """
