@@ -79,7 +79,8 @@ def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> d
         np.array([table.statistics["stable"] == 1 for table in tables]),
     )
     ratios = measured / np.array(watched)
-    ms, by_stopwatch = np.median(measured, axis=0), np.median(watched, axis=0)
+    ms: np.ndarray = np.median(measured, axis=0)
+    by_stopwatch: np.ndarray = np.median(np.array(watched), axis=0)
     fronts = []
     for column, size in enumerate(args.batch_sizes):
         front = replace(tables[0], latency_ms=ms).front(size)

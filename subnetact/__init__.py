@@ -73,11 +73,11 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1880   389      7
+    serve           1882   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32647  9160    230
+    all            32649  9160    230
 
 The README has a glossary of the words that are used here.
 """
