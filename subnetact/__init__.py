@@ -67,7 +67,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            286    65      4
     nas              608   281      6
     profile         1360   291      1
-    serving         5126  1983     36
+    serving         5127  1983     36
     generation      1442   458     13
     export          1198   420      7
     demo             290    45      0
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32649  9160    230
+    all            32650  9160    230
 
 The README has a glossary of the words that are used here.
 """

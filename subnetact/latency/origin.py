@@ -95,8 +95,8 @@ def doubts(table: LatencyTable, engine: Any, threads: int | None = None) -> str:
 
 def run_otherwise(table: LatencyTable, engine: Any) -> str:
     """Say which subnets an engine runs in another mode than a table was measured in; "" if none."""
-    modes = [engine.mode_of(i) for i in engine.ids] if hasattr(engine, "mode_of") else []
-    pairs = [pair for pair in zip(table.modes, modes, strict=False) if len(set(pair)) > 1]
+    modes = {i: engine.mode_of(i) for i in engine.ids} if hasattr(engine, "mode_of") else {}
+    pairs = [(mode, modes[i]) for i, mode in enumerate(table.modes) if modes.get(i, mode) != mode]
     ways = ", ".join(sorted({f"measured {measured}, which run {runs}" for measured, runs in pairs}))
     advice = 'measure what runs, profile_latency(engine, mode="as served")'
     return f"{len(pairs)} of {len(modes)} subnets were {ways}: {advice}" if pairs else ""

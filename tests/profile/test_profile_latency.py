@@ -16,6 +16,7 @@ import torch
 
 import subnetact
 from subnetact.errors import LatencyTableWarning, TableError
+from subnetact.latency.origin import run_otherwise
 from subnetact.profile import modes
 from subnetact.profile.modes import TimedRunner
 from subnetact.supernet.supernet import Supernet
@@ -142,6 +143,10 @@ def test_a_table_is_of_one_mode_unless_it_says_otherwise(
     assert (list(served.modes), fused) == (before, {True, False})
     assert served.statistics["fused"].tolist() == [[mode == "fused"] * 2 for mode in before]
     assert served.select([1, 2, 3]).modes == served.modes[1:]
+    assert run_otherwise(served, engine) == ""
+    other = mixed(digits)
+    other.remove(0)  # the rows of a table are those of ids, also without this one
+    assert run_otherwise(served, other) == ""
     with pytest.raises(TableError, match=r"mixes modes \(fused and zero-copy, .*profile_latency\(engine\)"):
         served.front(1)
     old = dataclasses.replace(served, statistics={})  # as earlier versions stamped a mixture

@@ -71,6 +71,11 @@ def test_bad_arguments_end_with_one_line(arguments, capsys):
     assert capsys.readouterr().out.startswith("error: ")
 
 
+def test_a_name_of_the_papers_is_not_taken_for_a_module(capsys):
+    assert main(["--duration-s", "0.2", "--policy", "Clipper+:x"]) == 2
+    assert "'Clipper+:x' needs a whole number after the colon" in capsys.readouterr().out
+
+
 def test_the_rule_for_expired_requests_is_an_option(capsys):
     arguments = ["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]
     assert main([*arguments, "--expired", "serve"]) == 0

@@ -37,6 +37,7 @@ from subnetact.latency.arrays import Floats
 from subnetact.latency.plot import need_matplotlib
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import POLICIES, make_policy, policy_names
+from subnetact.serving.policies.registry import PAPER_NAMES
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.frontier import time_per_request
@@ -110,7 +111,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str] | None) -> No
 def _policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
     """Make a policy from its name, or from `module:Class`, which only a command line may name."""
     module, _, attribute = name.partition(":")
-    if module in POLICIES or not attribute.isidentifier():
+    if module.lower() in (*POLICIES, *PAPER_NAMES) or not attribute.isidentifier():
         return make_policy(name, table, slo_ms)
     policy = import_name(name)
     with user_code(f"policy {name!r}"):
