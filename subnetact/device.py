@@ -21,7 +21,6 @@ __all__ = [
     "machine",
     "machine_facts",
     "moment",
-    "processor",
     "raise_if_explained",
     "raise_if_out_of_memory",
     "ran_out_of_memory",
@@ -108,17 +107,18 @@ def moment() -> dict[str, Any]:
     return {
         "commit": _commit(Path(__file__).parents[1]),
         "versions": {name: one.version for name in _LIBRARIES for one in distributions(name=name)},
-        "clock_mhz": float(processor("cpu MHz") or 0),
+        "clock_mhz": float(_processor().get("cpu MHz", 0)),
         "load_average": average,
     }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement."""
+    facts, names = _processor(), ("cpu family", "model", "stepping")  # "AMD EPYC" is of all generations.
     described: dict[str, Any] = {
         "device": device.type,
-        "device_name": processor("model name") or platform.processor(),
-        "processor": processor("cpu family", "model", "stepping"),  # "AMD EPYC" is of all generations.
+        "device_name": facts.get("model name") or platform.processor(),
+        "processor": " ".join(f"{name} {facts[name]}" for name in names if name in facts),
         "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
         "threads": torch.get_num_threads(),
@@ -147,15 +147,13 @@ def _affinity() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def processor(*names: str) -> str:
-    """Return facts of the first processor, as /proc/cpuinfo names them: "cpu MHz"; "" where there is none."""
+def _processor() -> dict[str, str]:
+    """Return the facts of the first processor, as /proc/cpuinfo names them: "cpu MHz"; none without it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return ""
-    facts = {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
-    words = [f"{name} {facts[name]}" for name in names if name in facts]
-    return " ".join(words) if names[1:] else facts.get(names[0], "")
+        return {}
+    return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from subnetact.elastic.cut_out import opening
 from subnetact.elastic.folder import BUNDLE, INDEX, load_folder
 from subnetact.errors import FileFormatError
@@ -75,7 +77,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     keys = [None if supernet is None else supernet.card.subnets[name].key for name in subnets]
     timed: dict[str, list[str]] = {}
     for name, table in tables.items():  # A profile's table for schedulers is of the same measurement.
-        heading, cells = _heading(name, table), [_shown(_latency(table, key)) for key in keys]
+        size = table.batch_sizes[int(np.isfinite(table.latency_ms).any(0).argmax())]  # the smallest that ran
+        one = table.select(batch_sizes=[size])
+        heading, cells = _heading(name, one), [_shown(_latency(one, key)) for key in keys]
         timed[heading if timed.get(heading, cells) == cells else f"{heading}, {name}"] = cells
     rows = [["subnet", "parameters", *known, *timed]]
     for i, (name, stated) in enumerate(subnets.items()):
@@ -105,13 +109,13 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
 def _heading(name: str, table: LatencyTable) -> str:
     """Return what a column of latencies is of, in those facts that the stamp of its table has."""
     stamp = table.stamp
-    where = f"ms on {stamp.get('device_name') or stamp.get('device', name)}, batch {table.batch_sizes[0]}"
-    facts = ("mode", "statistic", "threads", "dtype", "input_shape")
-    return ", ".join([where, *(f"{fact} {stamp[fact]}" for fact in facts if fact in stamp)])
+    where = table.conditions if "device" in stamp else f"{table.conditions}, {name}"
+    facts = (f"{fact} {stamp[fact]}" for fact in ("statistic", "dtype", "input_shape") if fact in stamp)
+    return ", ".join(["ms", where, *facts])
 
 
 def _latency(table: LatencyTable, key: str | None) -> float | None:
-    """Return the latency of a subnet at the smallest batch size, in ms."""
+    """Return the latency of a subnet in a table of one batch size, in ms."""
     return float(table.latency_ms[table.subnets.index(key)][0]) if key in table.subnets else None
 
 

@@ -140,7 +140,7 @@ class LatencyTable:
         """What latencies are of, in one line: mode, batch sizes, threads and processor, as far as known."""
         stamp, modes = self.stamp, " and ".join(sorted(set(self.modes)))
         sizes = f"batch size{'s' * (len(self.batch_sizes) > 1)} {', '.join(map(str, self.batch_sizes))}"
-        facts = [modes, sizes, stamp.get("device_name")]
+        facts = [modes, sizes, stamp.get("device_name") or stamp.get("device")]
         if stamp.get("device") != "cuda" and (threads := stamp.get("threads")):
             facts[2:] = [f"{threads} thread{'s' * (threads != 1)}", facts[2], stamp.get("processor")]
         return ", ".join(str(fact) for fact in facts if fact)

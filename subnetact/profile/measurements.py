@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from subnetact.files.journal import Journal
+from subnetact.profile.modes import BESIDE
 from subnetact.profile.window import CLOCKS, Window
 
-Cell: TypeAlias = tuple[int, int, int]
-"""What one latency belongs to: (number of co-runners, index of the subnet, batch size)."""
+Cell: TypeAlias = tuple[int | str, int, int]
+"""What one latency belongs to: (number of co-runners, index of the subnet, batch size). A mode that is
+measured beside the first one has its name in the place of the number."""
 
 
 class Measurements:
@@ -38,8 +40,8 @@ class Measurements:
 
     def impossible(self, cell: Cell) -> bool:
         """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
-        co_runners, subnet, batch_size = cell
-        return any((n, i) == (co_runners, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
+        beside, subnet, batch_size = cell
+        return any((n, i) == (beside, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
 
     def _put(self, cell: Cell, window: Window | None) -> None:
         if window is None:
@@ -49,11 +51,11 @@ class Measurements:
 
 
 def _read(line: Mapping[str, Any]) -> tuple[Cell, Window | None]:
-    co_runners, subnet, batch_size = line["cell"]
-    if not all(type(n) is int and n >= 0 for n in line["cell"]):
+    beside, subnet, batch_size = line["cell"]
+    if not all(n in BESIDE or (type(n) is int and n >= 0) for n in line["cell"]):
         raise ValueError(f"a cell {line['cell']!r}")
     window = {name: np.array(line[name], np.float64) for name in (*CLOCKS, "busy") if name in line}
     for times in window.values():
         if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
             raise ValueError("times in ms that are not finite numbers >= 0")
-    return (co_runners, subnet, batch_size), window or None
+    return (beside, subnet, batch_size), window or None

@@ -1,8 +1,8 @@
 """Measures every cell of a table: `profile_latency`, and the sweep behind it.
 
-A cell is a subnet at a batch size beside a number of co-runners. Every cell is measured in several short
-windows. All other cells that need another one are visited between two windows of one cell, so that a machine
-that speeds up or slows down does so for all of them alike.
+A cell is a subnet at a batch size beside a number of co-runners, or in a further mode. Every cell is measured
+in several short windows. All other cells that need another one are visited between two windows of one cell,
+so that a machine that speeds up or slows down does so for all of them alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -148,40 +148,29 @@ class Sweep:
         beside: Sequence[str] = (),
     ) -> None:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
-        alone = replace(settings, co_runners=()) if beside else settings
-        runners = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
-        self.beside = {m: Sweep(r, batch_sizes, alone, journal, f"window of {m}") for m, r in runners.items()}
+        self._beside = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
         self.journal, self.measurements = journal, Measurements(journal, record)
-        numbers = (0, *settings.co_runners)
-        self._cells = [(n, i, b) for n in numbers for i in runner.engine.ids for b in self.batch_sizes]
+        kinds = (0, *settings.co_runners, *self._beside)
+        self._cells = [(n, i, b) for n in kinds for i in runner.engine.ids for b in self.batch_sizes]
 
     def run(self, progress: bool = True, label: str = "profiling") -> None:
-        """Measure what is not measured yet, with a progress bar when standard error is a terminal.
-
-        Sweeps of other modes, which are `beside` this one, take turns with it.
-        """
+        """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
         context: CoRunners | nullcontext[None] = nullcontext()
         if self.settings.co_runners:
             context = _co_runners(self.runner, self.settings.co_runners[-1])
         bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
-        sweeps = (self, *self.beside.values())
-        with context as processes, bar:
-            while any(missing := [sweep._missing() for sweep in sweeps]):
-                bar.total = bar.n + sum(sum(cells.values()) for cells in missing)
-                for sweep, cells in zip(sweeps, missing, strict=True):
-                    sweep._visit(cells, processes, bar)
-
-    def _visit(self, missing: dict[Cell, int], processes: CoRunners | None, bar: Any) -> None:
-        """Measure one window of the cells that have the fewest of those that miss some."""
         windows = self.measurements.windows
-        fewest = min((len(windows[cell]) for cell in missing), default=0)
-        for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
-            if self.measurements.impossible(cell):
-                continue
-            if processes is not None:
-                processes.run(cell[0])
-            self._measure_window(cell)
-            bar.update()
+        with context as processes, bar:
+            while missing := self._missing():
+                bar.total = bar.n + sum(missing.values())
+                fewest = min(len(windows[cell]) for cell in missing)
+                for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
+                    if self.measurements.impossible(cell):
+                        continue
+                    if processes is not None:
+                        processes.run(cell[0] if isinstance(cell[0], int) else 0)
+                    self._measure_window(cell)
+                    bar.update()
 
     def _missing(self) -> dict[Cell, int]:
         """Return how many more windows are needed at least, for every cell that needs one."""
@@ -196,7 +185,8 @@ class Sweep:
         return missing
 
     def _measure_window(self, cell: Cell) -> None:
-        runner, settings, (_, subnet, batch_size) = self.runner, self.settings, cell
+        settings, (beside, subnet, batch_size) = self.settings, cell
+        runner = self._beside.get(str(beside), self.runner)
         warmup_ms, least_ms = settings.warmup_ms, settings.min_time_ms / settings.windows
         try:
             with runner.prepared(subnet, batch_size) as call:
@@ -215,14 +205,14 @@ class Sweep:
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             window = None
-        if window is not None and cell[0]:
+        if window is not None and beside in settings.co_runners:
             window = {name: a for name, a in window.items() if name != "busy"}  # They are the other work.
         self.measurements.add(cell, window)
 
-    def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
+    def statistics(self, beside: int | str = 0) -> dict[str, np.ndarray]:
         """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
         found = []
-        for cell in (cell for cell in self._cells if cell[0] == co_runners):
+        for cell in (cell for cell in self._cells if cell[0] == beside):
             windows = [] if self.measurements.impossible(cell) else self.measurements.windows[cell]
             tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
             found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
@@ -241,8 +231,8 @@ class Sweep:
         numbers = tuple(found) if settings.co_runners else ()
         none = np.full_like(alone[settings.statistic], math.nan)
         beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
-        for mode, sweep in self.beside.items():
-            beside |= {f"{name}_of_{mode}": cells for name, cells in sweep.statistics().items()}
+        for mode in self._beside:
+            beside |= {f"{name}_of_{mode}": cells for name, cells in self.statistics(mode).items()}
         if "fused" in runner.facts:
             fused = np.array([[float(i in runner.facts["fused"])] for i in runner.engine.ids])
             beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran

@@ -227,7 +227,7 @@ def test_names_stay_whoever_gave_them_and_subnets_without_one_get_a_number(
     supernet.save_pretrained(tmp_path / "f", subnets=named, quality=figures, tables=tables)
     assert main([str(tmp_path / "f"), "--card"]) == 0
     card = capsys.readouterr().out
-    assert "| accuracy | ms on here, batch 2 | ms on x, batch 2 | ms on x, batch 2, b |\n" in card
+    assert "| accuracy | ms, batch size 2, here | ms, batch size 2, x | ms, batch size 2, x, b |\n" in card
     assert f"| {small.key} | " in card
     assert "| 60 | 2.5 | 3.5 | 4.5 |" in card
     options: Any = {"example": IMAGES, "allow_uncalibrated": True}
