@@ -74,12 +74,12 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     yield f"# {model['name']}, elastic"
     yield from ("", f"One copy of the weights holds every size; {len(subnets)} of them have names.", "")
     known = sorted({what for stated in subnets.values() for what in stated["quality"]})
-    keys = [None if supernet is None else supernet.card.subnets[name].key for name in subnets]
+    keys = ["" if supernet is None else supernet.card.subnets[name].key for name in subnets]
     timed: dict[str, list[str]] = {}
     for name, table in tables.items():  # A profile's table for schedulers is of the same measurement.
         size = table.batch_sizes[int(np.isfinite(table.latency_ms).any(0).argmax())]  # the smallest that ran
-        one = table.select(batch_sizes=[size])
-        heading, cells = _heading(name, one), [_shown(_latency(one, key)) for key in keys]
+        heading = _heading(name, table.select(batch_sizes=[size]))
+        cells = [_shown(table.latency_at(key, size)) if key in table.subnets else "" for key in keys]
         timed[heading if timed.get(heading, cells) == cells else f"{heading}, {name}"] = cells
     rows = [["subnet", "parameters", *known, *timed]]
     for i, (name, stated) in enumerate(subnets.items()):
@@ -112,11 +112,6 @@ def _heading(name: str, table: LatencyTable) -> str:
     where = table.conditions if "device" in stamp else f"{table.conditions}, {name}"
     facts = (f"{fact} {stamp[fact]}" for fact in ("statistic", "dtype", "input_shape") if fact in stamp)
     return ", ".join(["ms", where, *facts])
-
-
-def _latency(table: LatencyTable, key: str | None) -> float | None:
-    """Return the latency of a subnet in a table of one batch size, in ms."""
-    return float(table.latency_ms[table.subnets.index(key)][0]) if key in table.subnets else None
 
 
 def _shown(value: float | None) -> str:

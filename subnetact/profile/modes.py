@@ -90,8 +90,8 @@ def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
         allowed = ", ".join((*MODES, AS_SERVED)) if is_engine else f"{AS_SERVED}; others are for an Engine"
         raise TableError(f"mode: {mode!r} is none of {type(engine).__name__}; choose from {allowed}")
     check_mode(mode, (), engine.device)
-    options = {"pinned": (), "prepared": (), **mode_options(mode, engine.config.memory_budget_mb)}
-    config = replace(engine.config, **options)
+    options = mode_options(mode, engine.config.memory_budget_mb)
+    config = replace(engine.config, pinned=(), prepared=(), **options)
     return engine if mode in BESIDE else Engine.from_config(engine.supernet, config), mode
 
 
@@ -101,16 +101,14 @@ class TimedRunner:
     def __init__(
         self, engine: Any, mode: str = AS_SERVED, include: Sequence[str] = (), sample: Any = None
     ) -> None:
-        self.engine, self.mode, self.facts = engine, mode, run_facts(mode, include)
-        self.facts["program"] = engine.program
+        self.engine, self.mode = engine, mode
+        self.facts = {**run_facts(mode, include), "program": engine.program}
         # What a journal of an engine that runs its subnets in another way must not have.
         if mode == AS_SERVED and isinstance(engine, Engine):
-            config, modes = engine.config, {i: engine.mode_of(i) for i in engine.ids}
-            self.facts |= {"compile": config.compile, "prepared": list(config.prepared)}
-            if len(set(modes.values())) == 1:
-                self.facts["mode"] = modes[engine.ids[0]]
-            else:
-                self.facts["fused"] = [i for i in modes if engine.is_fused(i)]
+            modes = {engine.mode_of(i) for i in engine.ids}
+            fused = [i for i in engine.ids if engine.is_fused(i)]
+            self.facts |= {"mode": modes.pop()} if len(modes) == 1 else {"fused": fused}
+            self.facts |= {"compile": engine.config.compile, "prepared": list(engine.config.prepared)}
         self.sample = engine.sample if sample is None else sample
         self._inputs: dict[int, Any] = {}
         self._modules: dict[int, Any] = {}

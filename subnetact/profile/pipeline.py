@@ -39,8 +39,6 @@ from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environme
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-JOURNAL_FILE = "journal.jsonl"
-
 
 @dataclass(frozen=True)
 class ProfileJob:
@@ -133,15 +131,15 @@ def _require_own(path: Path, command: Sequence[str]) -> None:
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
-    device, how = find_device(job.device), run_facts(job.mode, job.include)
-    facts = environment(weights_of(source.supernet), device, source.sample, how, job.settings)
+    facts = {**weights_of(source.supernet), **run_facts(job.mode, job.include)}
+    facts = environment(facts, find_device(job.device), source.sample, job.settings)
     options = {"batch_sizes": job.batch_sizes, **asked(job, source)}
     if not job.resume and (job.work / "done").exists():
         before = job.work.with_name(f"{job.work.name}.before")
         shutil.rmtree(before, ignore_errors=True)
         job.work.rename(before)
     job.work.mkdir(exist_ok=True)
-    return Journal(job.work / JOURNAL_FILE, {**facts, **options}, job.resume, job.work)
+    return Journal(job.work / "journal.jsonl", {**facts, **options}, job.resume, job.work)
 
 
 def asked(job: ProfileJob, source: ProfileSource) -> dict[str, Any]:

@@ -108,19 +108,17 @@ def weights_of(supernet: Supernet, fingerprint: str | None = None) -> dict[str, 
 
 
 def environment(
-    weights: Mapping[str, Any],
-    device: torch.device,
-    sample: Any,
-    run_facts: Mapping[str, Any],
-    settings: SweepSettings,
+    facts: Mapping[str, Any], device: torch.device, sample: Any, settings: SweepSettings
 ) -> dict[str, Any]:
-    """Return the facts that must be the same to resume a journal; they become the stamp of the table."""
+    """Return what must be the same to resume a journal, and becomes the stamp of the table.
+
+    The `facts` are those of the weights and of how subnets are run.
+    """
     return {
         **machine(device),
-        **weights,
+        **facts,
         "input_shape": shapes(sample),
         "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), sample),
-        **run_facts,
         **asdict(settings),
         "subnetact": __version__,
     }
@@ -132,7 +130,7 @@ def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, A
         weights = weights_of(engine.supernet, engine.fingerprint)
     else:
         weights = {"supernet": engine.fingerprint, "space": engine.space}
-    return environment(weights, engine.device, runner.sample, runner.facts, settings)
+    return environment({**weights, **runner.facts}, engine.device, runner.sample, settings)
 
 
 class Sweep:
@@ -150,7 +148,7 @@ class Sweep:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
         self._beside = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
         self.journal, self.measurements = journal, Measurements(journal, record)
-        kinds = (0, *settings.co_runners, *self._beside)
+        kinds: tuple[int | str, ...] = (0, *settings.co_runners, *self._beside)
         self._cells = [(n, i, b) for n in kinds for i in runner.engine.ids for b in self.batch_sizes]
 
     def run(self, progress: bool = True, label: str = "profiling") -> None:
@@ -234,7 +232,7 @@ class Sweep:
         for mode in self._beside:
             beside |= {f"{name}_of_{mode}": cells for name, cells in self.statistics(mode).items()}
         if "fused" in runner.facts:
-            fused = np.array([[float(i in runner.facts["fused"])] for i in runner.engine.ids])
+            fused = np.isin(runner.engine.ids, runner.facts["fused"])[:, None]
             beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran
         return LatencyTable(
             runner.engine.keys,
