@@ -79,9 +79,8 @@ class Family:
             wants and the network does not have. By default, there are none.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         shown: the constructor arguments that tensors show, by their names, each with a function of the shapes
-            (see `Shapes`) and of the arguments that were given; None if these shapes do not show it.
-        largest: the arguments of which `shown` gives the largest choice only. They are not completed, but
-            errors name them.
+            (see `Shapes`) and of the arguments that were given; None if these shapes do not show it. For a
+            list of choices, a number is the largest choice; it completes nothing, but errors name it.
         convert: takes the tensors of a checkpoint; returns them as the network has them, if several tensors
             there are one here. By default, they stay as they are.
         settings: takes a directory that transformers saved; returns the constructor arguments that its
@@ -109,7 +108,6 @@ class Family:
     completed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     unused: str | None = None
     shown: Mapping[str, Callable[[Shapes, Mapping[str, Any]], Any]] = field(default_factory=dict)
-    largest: tuple[str, ...] = ()
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
     settings: Callable[[StrPath], dict[str, Any]] | None = None
     named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}

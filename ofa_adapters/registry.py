@@ -216,21 +216,22 @@ def fitted(
     for name, rule in found.shown.items():
         with suppress(ValueError, ArithmeticError):  # The tensors that it is read from are missing.
             shown[name] = rule(shapes, given)
-    needed = {n: v for n, v in shown.items() if v not in (None, defaults[n]) and n not in found.largest}
+    largest = {n for n, v in shown.items() if isinstance(defaults[n], list) and not isinstance(v, list)}
+    needed = {n: v for n, v in shown.items() if v not in (None, defaults[n]) and n not in largest}
     constructor = {**needed, **given}
     built = _built(family, found, constructor)
     weights, wrong = match(found, constructor, built[0].state_dict(), tensors)
     if wrong:
         used = {name: plain({**defaults, **constructor}[name]) for name in shown}
-        biggest = {name: choices(used[name])[-1] for name in found.largest if name in shown}
+        biggest = {name: choices(used[name])[-1] for name in largest}
         other = {n: v for n, v in shown.items() if v not in (None, {**used, **biggest}[n])}
-        better = {**constructor, **{n: [v] if n in biggest else v for n, v in other.items()}}
+        better = {**constructor, **{n: [v] if n in largest else v for n, v in other.items()}}
         with suppress(SpecError), torch.device("meta"):
             _, left = match(found, better, _built(family, found, better)[0].state_dict(), tensors)
             if sum(map(len, left.values())) >= sum(map(len, wrong.values())):
                 other = {}
         lines = [
-            f"{n}={v!r}{' at the largest' * (n in biggest)} (it was {used[n]!r})" for n, v in other.items()
+            f"{n}={v!r}{' at the largest' * (n in largest)} (it was {used[n]!r})" for n, v in other.items()
         ]
         hint = _hint(recognised(tensors), family, lines, wrong)
         problems = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in wrong.items())
@@ -260,14 +261,14 @@ def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[
         return f"give the constructor arguments that its tensors show: {', '.join(other)}"
     if looks_like is None:
         return f"it looks like no upstream checkpoint of {', '.join(ALL)}; check the family"
-    ordinary = family_of(looks_like).ordinary
-    if looks_like != family and ordinary:
+    if looks_like != family:
+        ordinary = family_of(looks_like).ordinary
+        if not ordinary:
+            return f"it looks like {looks_like}: load it as that family"
         return (
             f"it has the names of {ordinary}: if it was trained as {looks_like}, load it as that family; if "
             "not, make the ordinary model elastic with subnetact.insert_(model, example=x)"
         )
-    if looks_like != family:
-        return f"it looks like {looks_like}: load it as that family"
     if set(wrong) == {"extra"}:
         return f"ignore={wrong['extra']!r:.200} loads it without the tensors that the family does not have"
     if set(wrong) == {"missing"}:

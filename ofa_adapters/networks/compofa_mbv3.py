@@ -11,7 +11,7 @@ from typing import Any
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.layout import choices
-from ofa_adapters.networks.mobile import LARGEST, SPELLINGS, mobile_names, mobile_shown
+from ofa_adapters.networks.mobile import SPELLINGS, mobile_names, mobile_shown
 from ofa_adapters.networks.ofa_mbv3 import ENDS, WIDTHS, MobileNetV3Layout
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import Axis, AxisValues, make_divisible
@@ -122,6 +122,5 @@ FAMILY = Family(
     recognises=lambda keys: keys.have(*ENDS, r"\.mobile_inverted_conv\.") and not keys.have(r"_matrix$"),
     unused=r"_matrix$",
     shown={k: rule for k, rule in mobile_shown("width_mult_list").items() if k != "ks_list"},
-    largest=LARGEST,
     checkpoints=("model_best_compofa_simple.pth.tar", "model_best_compofa_simple_elastic.pth.tar"),
 )

@@ -216,10 +216,6 @@ def _kernels(shapes: Shapes, given: Mapping[str, Any]) -> list[int] | None:
     return sorted({*smaller, shapes.size(r"blocks.\d+.depth_conv.weight", 2)})
 
 
-LARGEST = ("expand_ratio_list", "depth_list")
-"""The lists of which the tensors of a mobile network show the largest choice."""
-
-
 def mobile_shown(width: str) -> dict[str, Callable[[Shapes, Mapping[str, Any]], Any]]:
     """Return the arguments that the tensors show; `width` is the name of that of the width multiplier."""
     mid = r"blocks.\d+.expand_conv.weight"
@@ -269,5 +265,5 @@ SPELLINGS = (
 """Extracted networks name each layer once, and old ones the inside of a block in another way."""
 ONCE_FOR_ALL: Any = {"spellings": SPELLINGS, "source": "mit-han-lab/once-for-all", "licence": "MIT"}
 """What all families of Once-for-All have in common."""
-MOBILE: Any = {**ONCE_FOR_ALL, "shown": mobile_shown("width_mult"), "largest": LARGEST}
+MOBILE: Any = {**ONCE_FOR_ALL, "shown": mobile_shown("width_mult")}
 """What its mobile families have in common."""

@@ -225,7 +225,6 @@ FAMILY = Family(
         "expand_ratio_list": lambda shapes, _: round(shapes.size(MID) / shapes.size(OUT, 1), 2),
         "width_mult_list": lambda shapes, _: multiplier(shapes.size(OUT, 1), STAGE_WIDTHS[-1]),
     },
-    largest=("depth_list", "expand_ratio_list", "width_mult_list"),
     recognises=lambda keys: keys.have(r"^input_stem\.\d"),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     encodings={"arch_encoder": resnet_features},

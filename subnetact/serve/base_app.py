@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +30,7 @@ from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.logs import request_id, trace_id
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
-from subnetact.serving.live.prometheus import buckets
+from subnetact.serving.live.prometheus import buckets, family_of
 
 CLOSES = (400, 401, 408, 413, 415, 431)  # the connection, as part of the body may not have been read
 SHORT = 32 * 1024  # bodies of up to this many bytes are decoded at once, and longer ones on a thread
@@ -137,14 +136,11 @@ class Endpoint(NamedTuple):
         await response(scope, receive, send)
 
 
-def responses_metric(counts: Mapping[Any, int], *more: str) -> CounterMetricFamily:
+def responses_metric(counts: Mapping[Any, int], *more: str) -> Any:
     """Return the counts of answers as a metric; their last labels are named `more`."""
     text = "HTTP answers by route, status and outcome (met or late); 499: the client left before it."
     names = ["route", "status", "outcome", *more]
-    family = CounterMetricFamily("subnetact_http_responses", text, labels=names)
-    for labels, count in counts.items():
-        family.add_metric(labels, count)
-    return family
+    return family_of("Counter", "subnetact_http_responses", text, names, counts.items())
 
 
 class BaseApp:
@@ -253,10 +249,8 @@ class BaseApp:
         """Yield metrics as families of `prometheus_client`."""
         yield responses_metric(self.responses)
         text = "Time from the arrival of a request to the end of its answer, by route."
-        family = HistogramMetricFamily("subnetact_http_latency_seconds", text, labels=["route"])
-        for route, histogram in self.latencies_ms.items():
-            family.add_metric([route], *buckets(histogram, 1e-3))
-        yield family
+        times = [([route], *buckets(histogram, 1e-3)) for route, histogram in self.latencies_ms.items()]
+        yield family_of("Histogram", "subnetact_http_latency_seconds", text, ["route"], times)
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""

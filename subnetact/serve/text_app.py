@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from starlette.responses import Response
 
 from subnetact.errors import InvalidRequest
@@ -27,10 +25,11 @@ from subnetact.serve.text_bodies import (
 )
 from subnetact.serve.text_codec import TextCodec
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
-from subnetact.serving.live.prometheus import buckets
+from subnetact.serving.live.prometheus import buckets, family_of, stat_metrics
 
-KINDS: dict[str, Any] = {"Counter": CounterMetricFamily, "Gauge": GaugeMetricFamily}
 IGNORED_TEXT = "Fields of bodies that clients sent and that this server does not look at."
+FIRST_TEXT = "Time from the arrival of a request to each first token."
+BETWEEN_TEXT = "Time from one token of an answer to the next."
 Asked = tuple[TextBody, list[list[int]], dict[str, Any]]
 
 
@@ -95,25 +94,18 @@ class TextApp(BaseApp):
     def collect(self) -> Iterator[Any]:
         """Yield metrics as families of `prometheus_client`."""
         yield from super().collect()
-        stats, prefix = self.generator.stats(), "subnetact_generation_"
-        for one in fields(stats):
-            if kind := KINDS.get(one.metadata["kind"]):
-                yield kind(prefix + one.name, one.metadata["text"], getattr(stats, one.name))
-        steps = CounterMetricFamily(f"{prefix}steps", "Steps that each subnet ran.", labels=["subnet"])
-        for i, count in stats.steps.items():
-            steps.add_metric([self.generator.table.subnets[i]], count)
-        yield steps
-        ignored = CounterMetricFamily(f"{prefix}ignored_fields", IGNORED_TEXT, labels=["field"])
-        for field, count in self.ignored.items():
-            ignored.add_metric([field], count)
-        yield ignored
-        for times, text, histogram in (
-            ("first_token", "Time from the arrival of a request to each first token.", self.service.first_ms),
-            ("between_tokens", "Time from one token of an answer to the next.", self.service.between_ms),
+        stats, service, names = self.generator.stats(), self.service, self.generator.table.subnets
+        steps = [((names[i],), count) for i, count in stats.steps.items()]
+        ignored = [((field,), count) for field, count in self.ignored.items()]
+        first_s, between_s = buckets(service.first_ms, 1e-3), buckets(service.between_ms, 1e-3)
+        for kind, name, text, labels, samples in (
+            *stat_metrics(stats),
+            ("Counter", "steps", "Steps that each subnet ran.", ["subnet"], steps),
+            ("Counter", "ignored_fields", IGNORED_TEXT, ["field"], ignored),
+            ("Histogram", "first_token_seconds", FIRST_TEXT, (), [((), *first_s)]),
+            ("Histogram", "between_tokens_seconds", BETWEEN_TEXT, (), [((), *between_s)]),
         ):
-            family = HistogramMetricFamily(f"{prefix}{times}_seconds", text)
-            family.add_metric([], *buckets(histogram, 1e-3))
-            yield family
+            yield family_of(kind, f"subnetact_generation_{name}", text, labels, samples)
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what a client of the address `path` is told of a `refusal`, as OpenAI's interface has it."""

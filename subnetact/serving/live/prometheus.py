@@ -22,6 +22,9 @@ _HISTOGRAMS = (
     ("batch_requests", "Requests per batch.", "batch", 1.0),
 )
 
+Metric = tuple[str, str, str, Sequence[str], list[Any]]
+"""Kind, name, text and labels of a metric, and its samples: values of labels, and numbers."""
+
 
 class _HasStats(Protocol):
     @property
@@ -52,7 +55,6 @@ class Collector:
         label: str = "model",
     ) -> None:
         with extra_needed("metrics need prometheus_client; pip install 'subnetact[serve]'"):
-            self._families: Any = import_module("prometheus_client.core")
             self._text_of: Any = import_module("prometheus_client").generate_latest
         self._prefix, self._labels = prefix, [label] if isinstance(batchers, Mapping) else []
         self._batchers = batchers if isinstance(batchers, Mapping) else {"": batchers}
@@ -67,29 +69,43 @@ class Collector:
         names = [[name][: len(self._labels)] for name in batchers]
         for metrics in zip(*(metrics_of(one, one.stats()) for one in batchers.values()), strict=True):
             kind, metric, text, labels, _ = metrics[0]
-            family = getattr(self._families, f"{kind}MetricFamily")
-            family = family(self._prefix + metric, text, labels=[*self._labels, *labels])
-            for name, (*_, samples) in zip(names, metrics, strict=True):
-                for values, *numbers in samples:
-                    family.add_metric([*name, *map(str, values)], *numbers)
-            yield family
+            samples = [
+                ([*name, *values], *numbers)
+                for name, (*_, rows) in zip(names, metrics, strict=True)
+                for values, *numbers in rows
+            ]
+            yield family_of(kind, self._prefix + metric, text, [*self._labels, *labels], samples)
 
 
-def metrics_of(batcher: Any, stats: BatcherStats) -> Iterator[tuple[str, str, str, Sequence[str], list[Any]]]:
-    """Yield the kind, name, text and labels of every metric, and its samples: values of labels, numbers."""
+def family_of(kind: str, name: str, text: str, labels: Sequence[str], samples: Iterable[Any]) -> Any:
+    """Return a metric as a family of `prometheus_client`; its samples are values of labels, and numbers."""
+    core = import_module("prometheus_client.core")
+    family = getattr(core, f"{kind}MetricFamily")(name, text, labels=labels)
+    for values, *numbers in samples:
+        family.add_metric([str(value) for value in values], *numbers)
+    return family
+
+
+def stat_metrics(stats: Any) -> Iterator[Metric]:
+    """Yield the metrics that the fields of a class of `stat` fields are."""
     for one in fields(stats):
         kind, text, metric = (one.metadata[key] for key in ("kind", "text", "metric"))
-        value, subnet = getattr(stats, one.name), ["subnet"]
+        value = getattr(stats, one.name)
         if isinstance(value, Mapping) and kind:
-            yield kind, metric, text, subnet, [((key,), number) for key, number in value.items()]
+            yield kind, metric, text, ["subnet"], [((key,), number) for key, number in value.items()]
         elif kind:
             yield kind, one.name, text, (), [((), value)]
+
+
+def metrics_of(batcher: Any, stats: BatcherStats) -> Iterator[Metric]:
+    """Yield the metrics of a batcher."""
+    yield from stat_metrics(stats)
     outcomes = [((name,), getattr(stats, name)) for name in OUTCOMES]
     yield "Counter", "requests", "accepted requests by outcome.", ["outcome"], outcomes
     text = "profiled accuracy, 0 to 1, of the subnets that met requests."
     yield "Summary", "accuracy_ratio", text, (), [((), stats.met, stats.accuracy_sum / 100.0)]
     ratios = [((key,), percent / 100.0) for key, percent in batcher.accuracy.items()]
-    yield "Gauge", "subnet_accuracy_ratio", "profiled accuracy per subnet id, 0 to 1.", subnet, ratios
+    yield "Gauge", "subnet_accuracy_ratio", "profiled accuracy per subnet id, 0 to 1.", ["subnet"], ratios
     keys = [(pair, 1) for pair in enumerate(getattr(batcher, "subnets", ()))]
     yield "Gauge", "subnet_info", "the specification of every subnet id.", ["subnet", "name"], keys
     facts = [(__version__, getattr(batcher, "fingerprint", ""))]
