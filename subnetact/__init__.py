@@ -48,7 +48,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     room            code  docs  names
     errors           115    54     41
     files            556    89      0
-    device           138    13     10
+    device           136    13      9
     command           88    10      8
     comparison       109    13     11
     spec              86    37      8
@@ -56,28 +56,28 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     operators       2213   739     18
     supernet        2945   840      5
     insertion       4077   876     12
-    ofa_adapters    2588   506      7
+    ofa_adapters    2584   505      7
     digits           136    18      7
     calibration      703   150      1
     latency          583   309      6
     training        1337   327      4
-    elastic          854   177      1
+    elastic          855   176      1
     engine          2252   626      5
     workers          560    96      0
     costs            286    65      4
     nas              608   281      6
-    profile         1360   291      1
-    serving         5127  1983     36
+    profile         1362   292      1
+    serving         5138  1986     36
     generation      1442   458     13
     export          1198   420      7
     demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
-    serve           1882   389      7
+    serve           1868   389      7
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32650  9160    230
+    all            32644  9162    229
 
 The README has a glossary of the words that are used here.
 """

@@ -90,7 +90,7 @@ def planned_phases(
 ) -> list[PlannedPhase]:
     """Return phases with the ids of their subnets, or raise InvalidRequest if these cannot generate them.
 
-    `usual` are the subnets of a phase without `subnets`, `accurate` those that the request accepts.
+    `usual` are the subnets of a phase without `subnets`, `allowed` those that the request accepts.
     """
     found: list[PlannedPhase] = []
     for i, phase in enumerate(phases):

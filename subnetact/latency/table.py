@@ -131,7 +131,7 @@ class LatencyTable:
         if mode == "as served" and "fused" in stamp:
             old = np.array([[i in stamp["fused"]] for i in rows])  # There was no such statistic.
             fused = self.statistics.get("fused", old) == 1
-            return tuple("fused" if row.any() else "zero-copy" for row in fused)
+            return tuple("fused" if row.any() else stamp.get("unfused", "zero-copy") for row in fused)
         program = stamp.get("program", "engine")
         return tuple(mode if program == "engine" else program for _ in rows if mode)
 

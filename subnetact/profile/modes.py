@@ -107,7 +107,8 @@ class TimedRunner:
         if mode == AS_SERVED and isinstance(engine, Engine):
             modes = {engine.mode_of(i) for i in engine.ids}
             fused = [i for i in engine.ids if engine.is_fused(i)]
-            self.facts |= {"mode": modes.pop()} if len(modes) == 1 else {"fused": fused}
+            unfused = min(modes - {"fused"}, default=None)
+            self.facts |= {"mode": modes.pop()} if len(modes) == 1 else {"fused": fused, "unfused": unfused}
             self.facts |= {"compile": engine.config.compile, "prepared": list(engine.config.prepared)}
         self.sample = engine.sample if sample is None else sample
         self._inputs: dict[int, Any] = {}

@@ -145,7 +145,8 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
 def asked(job: ProfileJob, source: ProfileSource) -> dict[str, Any]:
     """Return what a user asked for, and hashes of the files and modules it names, for journal and stamp."""
     request, origin = vars(job.request), dict(source.origin)
-    named = (origin.get("checkpoint"), origin.get("model"), request["subnets"], *request["accuracy"])
+    named = [origin.get("checkpoint"), origin.get("model"), request["subnets"]]
+    named += [*request["accuracy"], request["remeasure_accuracy"]]
     names = [name for name in (*named, job.calibrate_on) if name and not name.startswith(RANDOM_PREFIX)]
     modules = {name: sys.modules.get(name.partition(":")[0]) for name in names if ":" in name}
     paths = {name: Path(getattr(modules.get(name), "__file__", None) or name) for name in names}

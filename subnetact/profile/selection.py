@@ -55,6 +55,8 @@ class SelectionRequest:
         accuracy: percent per subnet; or PKG.MOD:FACTORY, a function that is called with the supernet and
             returns a function subnet -> percent; or a checkpoint of OFA's accuracy predictor. Without
             accuracies the search uses multiply-accumulates as a stand-in and prefers more of them.
+        remeasure_accuracy: PKG.MOD:FACTORY as for `accuracy`, but on data that did not choose: the subnets
+            that the search found get these accuracies, because those that chose them flatter them.
         fit_subnets: subnets measured before a search, to fit its latency predictors, at least 8 (needs
             scipy); 0: the search uses multiply-accumulates as a stand-in for latency.
         evaluations: subnets that a search evaluates, at least 2.
@@ -63,6 +65,7 @@ class SelectionRequest:
 
     subnets: str = "8"
     accuracy: tuple[str, ...] = ()
+    remeasure_accuracy: str | None = None
     fit_subnets: int = 32
     evaluations: int = 1500
     seed: int = 0
@@ -101,6 +104,7 @@ class Wanted:
     specs: list[SubnetSpec] | None
     accuracy: AccuracyFunction | None
     origin: str
+    remeasure_accuracy: AccuracyFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,11 @@ def what_is_wanted(source: ProfileSource, request: SelectionRequest) -> Wanted:
     specs = _listed(source, request)
     if specs is None and request.fit_subnets:
         require_scipy()
-    return Wanted(source, request, specs, *_accuracy(source, request, specs))
+    accuracy, origin, again = *_accuracy(source, request, specs), request.remeasure_accuracy
+    if again and (specs is not None or accuracy is None):
+        raise SpecError(f"remeasure_accuracy: {again} is for a search, --subnets N, with --accuracy")
+    remeasure = _named_accuracy(again, source)[0] if again else None
+    return Wanted(source, request, specs, accuracy, f"{origin}, then {again}" if again else origin, remeasure)
 
 
 def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec] | None:
@@ -253,6 +261,7 @@ def _search(wanted: Wanted, journal: Journal, batch_sizes: Sequence[int], measur
         evaluations=request.evaluations,
         seed=request.seed,
         remeasure=remeasure if measured else None,
+        remeasure_accuracy=wanted.remeasure_accuracy,
         resume=journal.path.with_name("search.jsonl"),
     )
     facts: dict[str, Any] = {

@@ -215,8 +215,12 @@ class Sweep:
             tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
             found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
         names = dict.fromkeys(name for one in found for name in one)
-        shape = len(self.runner.engine.ids), len(self.batch_sizes)
-        arrays = {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
+        shape, ids = (len(self.runner.engine.keys), len(self.batch_sizes)), list(self.runner.engine.ids)
+        arrays = {
+            name: np.full(shape, math.nan) for name in names
+        }  # A subnet that was removed has no latency.
+        for name, cells in arrays.items():
+            cells[ids] = np.reshape([one.get(name, math.nan) for one in found], (-1, shape[1]))
         return {name: np.nan_to_num(a) if name in ("windows", "runs") else a for name, a in arrays.items()}
 
     def table(self, accuracy: Sequence[float | None], **facts: Any) -> LatencyTable:
@@ -232,7 +236,7 @@ class Sweep:
         for mode in self._beside:
             beside |= {f"{name}_of_{mode}": cells for name, cells in self.statistics(mode).items()}
         if "fused" in runner.facts:
-            fused = np.isin(runner.engine.ids, runner.facts["fused"])[:, None]
+            fused = np.isin(range(len(runner.engine.keys)), runner.facts["fused"])[:, None]
             beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran
         return LatencyTable(
             runner.engine.keys,

@@ -123,6 +123,18 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
 
 
+def test_accuracies_of_the_subnets_found_are_measured_again(tmp_path: Path) -> None:
+    again = f"{FACTORY}:later_accuracy"
+    searched = ("--subnets", 3, "--accuracy", f"{FACTORY}:accuracy", "--fit-subnets", 0, "--batch-sizes", 1)
+    assert run(tmp_path, *searched) == 0
+    first = table_in(tmp_path)
+    assert run(tmp_path, *searched, "--remeasure-accuracy", again, "--out", tmp_path / "again.json") == 0
+    second = subnetact.LatencyTable.load(tmp_path / "again.json")
+    assert second.subnets == first.subnets
+    assert second.accuracy == pytest.approx([percent - 7.0 for percent in first.accuracy])
+    assert second.stamp["accuracy_source"] == f"{FACTORY}:accuracy, then {again}"
+
+
 def test_a_bundle_has_short_names_that_say_which_subnets_are_of_the_pareto_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +289,14 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--subnets", "random:0"], "at least 1"),
         (["--subnets", "none.json"], "is no file"),
         (["--subnets", "3", "--accuracy", "70", "71", "72"], "function of a subnet"),
+        (
+            ["--subnets", "all", "--accuracy", f"{FACTORY}:accuracy", "--remeasure-accuracy", "f:g"],
+            "for a search",
+        ),
+        (
+            ["--subnets", "3", "--remeasure-accuracy", f"{FACTORY}:accuracy"],
+            "for a search, --subnets N, with",
+        ),
         (["--subnets", "random:2", "--batch-sizes", "4", "1"], "does not ascend"),
         (["--subnets", "random:2", "--input-shape", "3", "16", "16"], "expected input"),
         (["--subnets", "random:2", "--mode", "graphs"], "for cuda"),

@@ -155,6 +155,23 @@ def test_a_table_is_of_one_mode_unless_it_says_otherwise(
         profile("fast")
 
 
+@pytest.mark.parametrize("mode", [None, "fused", "as served", "extract"])
+def test_a_table_has_empty_cells_for_a_subnet_that_was_removed(digits: Supernet, mode: str | None) -> None:
+    engine = mixed(digits)
+    engine.remove(1)
+    table = subnetact.profile_latency(engine, [1, 2], warmup_ms=0, min_time_ms=1, mode=mode, beside=["view"])
+    for name in ("p50", "p50_of_view"):
+        empty = np.isnan(table.statistics[name]).all(axis=1).tolist()
+        assert empty == [False, True, False, False], name
+    assert run_otherwise(subnetact.profile_latency(engine, [1], mode="as served"), engine) == ""
+
+
+def test_the_mode_of_subnets_that_are_not_fused_is_that_of_the_engine() -> None:
+    stamp = {"program": "engine", "mode": "as served", "fused": [0], "unfused": "graphs"}
+    table = subnetact.LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
+    assert table.modes == ("fused", "graphs")
+
+
 def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) -> None:
     engine = mixed(digits)
     quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "tolerance": 1e9, "accuracy": [1.0, 2.0, 3.0, 4.0]}

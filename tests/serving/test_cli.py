@@ -62,6 +62,18 @@ def test_a_result_says_what_it_was_made_of_and_own_traces_and_policies_are_taken
     assert "raised RuntimeError: on purpose" in capsys.readouterr().out
 
 
+def test_one_request_has_no_rate_and_many_at_one_time_have_one_that_is_doubted(tmp_path, capsys):
+    trace, figures = tmp_path / "t.txt", tmp_path / "r.json"
+    trace.write_text("5\n")
+    assert main(["--trace", str(trace), "--json", str(figures), "--policy", "fixed:0"]) == 0
+    assert "x1: 1 requests within 0 s; 8 workers" in capsys.readouterr().out
+    arrivals = json.loads(figures.read_text())["made_of"]["arrivals"]
+    assert arrivals == {"requests": 1, "span_s": 0.0, "mean_per_s": None}
+    trace.write_text("5\n" * 3)
+    assert main(["--trace", str(trace)]) == 2
+    assert "name the unit" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--policy", "nonsense"], ["--slo-ms", "1"], ["--table", "/nonexistent/t.json"], ["--workers", "0"]],

@@ -144,6 +144,7 @@ FORMS = {
     "a column without a name": ("{}\t9\n", "0 20000 2000000", {"column": 1, "unit": "us"}),
     "semicolons and quotes": ('"a, b";t\n"x, y";{}\n', "0 20 2000", {"column": 2}),
     "dates": ("time,n\n2026-11-16 18:15:{}Z,1\n", "46 46.02 48", {"column": "time"}),
+    "time zones": ("t\n{}\n", "2026-11-16T00:30:46+02:00 2026-11-15T22:30:46.02Z 2026-11-15T16:30:48-06", {}),
 }
 
 

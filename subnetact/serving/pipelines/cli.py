@@ -16,7 +16,7 @@ from subnetact.command import reported
 from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.planner import plan_pipeline
-from subnetact.serving.simulation.cli import RATE, TRACE_HELP, chosen_trace, made_of, rate_of, trace_parser
+from subnetact.serving.simulation.cli import TRACE_HELP, chosen_trace, made_of, rate_text, trace_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json is not None:
         write_json(options.json, {"plan": plan.to_json(), "made_of": made_of(options, arrivals)})
     print(
-        f"{options.pipeline}: {RATE.format(**rate_of(arrivals))}; SLO {model.slo_ms:g} ms at "
+        f"{options.pipeline}: {rate_text(arrivals)}; SLO {model.slo_ms:g} ms at "
         f"percentile {options.percentile:g}\n"
         f"cost {plan.cost:g}, p{plan.percent:g} {plan.estimate.percentile_ms(plan.percent):.2f} ms, "
         f"attainment {plan.estimate.attainment:.5f} ({plan.tried} plans simulated)\n"

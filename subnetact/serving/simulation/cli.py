@@ -79,7 +79,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str] | None) -> No
         bound = fluid_bound(arrivals, table, slos, workers=options.workers)
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: _policy(name, table, options.slo_ms) for name in names}
-    shown = f"{options.replay or f'{options.trace} x{options.scale:g}'}: {RATE.format(**rate_of(arrivals))}"
+    shown = f"{options.replay or f'{options.trace} x{options.scale:g}'}: {rate_text(arrivals)}"
     print(
         f"{shown}{f', and {refused} too late for any subnet' if refused else ''}; "
         f"{options.workers} workers, {'median ' if options.replay else ''}SLO {options.slo_ms:g} ms, "
@@ -121,24 +121,26 @@ def _policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
 
 def _refuse_doubtful_unit(options: argparse.Namespace, arrivals: Floats, table: LatencyTable) -> None:
     """Refuse times of a file whose unit nobody named, if no policy could answer that many per second."""
-    rate = rate_of(arrivals)
-    most = options.workers / min(time_per_request(table)) * 1e3
-    if options.unit is None and options.trace not in TRACES and rate["mean_per_s"] > most * options.scale:
+    most, span_s = options.workers / min(time_per_request(table)) * 1e3, rate_of(arrivals)["span_s"]
+    doubtful = len(arrivals) - 1 > most * options.scale * span_s
+    if options.unit is None and options.trace not in TRACES and doubtful:
         raise TraceError(
-            f"trace: {options.trace} has {RATE.format(**rate)}, and {options.workers} workers answer at most "
+            f"trace: {options.trace} has {rate_text(arrivals)}, and {options.workers} workers answer at most "
             f"{most:.0f}; name the unit of its times: --unit s, or --unit ms if this load is meant"
         )
 
 
-RATE = "{requests} requests within {span_s:.4g} s, {mean_per_s:.6g} per second"
-"""The text of what `rate_of` returns."""
-
-
 def rate_of(arrivals: Floats) -> dict[str, Any]:
     """Return the number of requests, the time from the first to the last, s, and the mean rate per second."""
-    span_s = float(np.ptp(arrivals)) / 1e3 if len(arrivals) else np.nan
-    mean = len(arrivals) / span_s if span_s else np.nan
+    span_s = float(np.ptp(arrivals)) / 1e3 if len(arrivals) else 0.0
+    mean = len(arrivals) / span_s if span_s else None
     return {"requests": len(arrivals), "span_s": span_s, "mean_per_s": mean}
+
+
+def rate_text(arrivals: Floats) -> str:
+    """Return what `rate_of` returns as text."""
+    count, span_s, mean = rate_of(arrivals).values()
+    return f"{count} requests within {span_s:.4g} s" + (f", {mean:.6g} per second" if mean else "")
 
 
 def made_of(options: argparse.Namespace, arrivals: Floats, *tables: LatencyTable) -> dict[str, Any]:

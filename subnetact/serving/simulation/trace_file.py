@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def read_times(name: str, column: str | int | None = None, unit: str | None = No
     cells = [row[at].strip() if at < len(row) else "" for row in (rest if header else (first, *rest))]
     dated = bool(cells) and ":" in cells[0]
     try:
-        values: Any = np.array(
-            [cell.removesuffix("Z") for cell in cells], "datetime64[ns]" if dated else "f8"
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dates of different time zones are compared in UTC.
+            values: Any = np.array(cells, "datetime64[ns]" if dated else "f8")
     except ValueError as error:
         raise TraceError(
             f"trace: column {wanted} of {name} holds no times ({error}); give numbers, in the unit that "
