@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ofa_adapters.checkpoint import match, parsed_config, read, require_finite, some, unwrap
+from ofa_adapters.checkpoint import NAMES_SHOWN, match, parsed_config, read, require_finite, some, unwrap
 from ofa_adapters.family import Built, Family, Keys, Shapes
 from ofa_adapters.features import Features
 from ofa_adapters.layout import choices, plain
@@ -92,7 +92,7 @@ def load(
     checkpoint: str | PathLike[str] | Mapping[str, Any] | None = None,
     *,
     allow_nonfinite: bool = False,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     **constructor: Any,
 ) -> Supernet:
     """Build the supernet of a family and fill it with a checkpoint.
@@ -104,7 +104,7 @@ def load(
             code from them. A state_dict may be inside `state_dict` or `model`, or under any name if it is the
             only one.
         allow_nonfinite: whether weights of the checkpoint may be NaN or infinite.
-        ignore: names of tensors in the checkpoint that are left out, or patterns of names such as "ema.*".
+        ignore: names of tensors in the checkpoint that are left out, or patterns such as "ema.*"; or one.
         constructor: upstream's constructor arguments, which `ofa_adapters.networks` and `build` in the
             family's module explain. Arguments that are not given have the values that the checkpoint's
             `config.json` states or its tensors show, such as the number of classes and the width, or else
@@ -141,7 +141,8 @@ def load(
     if tensors is None:
         network, space, elastic = _built(family, found, constructor)
     else:
-        kept = {k: t for k, t in tensors.items() if not any(fnmatchcase(k, name) for name in ignore)}
+        left_out = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        kept = {k: t for k, t in tensors.items() if not any(k == n or fnmatchcase(k, n) for n in left_out)}
         (network, space, elastic), constructor, weights = fitted(family, subject, kept, constructor)
         if not allow_nonfinite:
             require_finite(subject, weights)
@@ -270,7 +271,8 @@ def _hint(looks_like: str | None, family: str, other: list[str], wrong: Mapping[
             "not, make the ordinary model elastic with subnetact.insert_(model, example=x)"
         )
     if set(wrong) == {"extra"}:
-        return f"ignore={wrong['extra']!r:.200} loads it without the tensors that the family does not have"
+        shown = repr(wrong["extra"]) if len(wrong["extra"]) <= NAMES_SHOWN else "[their names, or a pattern]"
+        return f"ignore={shown} loads it without the tensors that the family does not have"
     if set(wrong) == {"missing"}:
         return "it lacks tensors: fetch it again, or save the whole network"
     return "check the constructor arguments that it was made with, and that the file is complete"

@@ -72,27 +72,42 @@ def hypervolume(points: npt.ArrayLike, reference: Sequence[float] | None = None)
         >>> hypervolume([(70.0, 1.0), (75.0, 2.0)], reference=(60.0, 4.0))
         40.0
     """
-    gains = np.asarray(points, dtype=np.float64)
+    gains = _numbers(points)
     if gains.ndim != 2 or not len(gains) or not np.isfinite(gains).all():
         raise TableError(
             f"points: finite numbers of shape (points, objectives) are needed, got {gains.shape}"
         )
     sign = np.array([-1.0] + [1.0] * (gains.shape[1] - 1))
-    worst = (gains * sign).max(0) * sign if reference is None else np.asarray(reference, dtype=np.float64)
+    worst = (gains * sign).max(0) * sign if reference is None else _numbers(reference)
     if worst.shape != sign.shape or not np.isfinite(worst).all():
         raise TableError(f"reference: {reference!r} must be {len(sign)} finite numbers, one per objective")
     return _volume(gains * sign, worst * sign)
 
 
+def _numbers(values: npt.ArrayLike) -> Costs:
+    """Return an array of numbers; an empty one, which every check refuses, for anything else."""
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        return np.empty(0)
+
+
 def _volume(costs: Costs, worst: Costs) -> float:
-    """Cut the volume into slices along the last objective, and add up the slices."""
+    """Add up what each point dominates beyond those that are better in the last objective (While, 2012)."""
     costs = costs[(costs < worst).all(1)]
-    if not costs.size:  # no points, or no objectives left
-        return float(len(costs) > 0)
-    costs = costs[np.argsort(costs[:, -1], kind="stable")]
-    widths = np.diff(costs[:, -1], append=worst[-1])
-    areas = [_volume(costs[:i, :-1], worst[:-1]) if width else 0.0 for i, width in enumerate(widths, 1)]
-    return float(widths @ areas)
+    costs = costs[non_dominated(costs)]
+    sides = worst - costs
+    if costs.shape[1] == 1 or not len(costs):
+        return float(sides.sum())
+    if costs.shape[1] == 2:  # in the order of the first, the second descends
+        return float(-np.diff(worst[0] - costs[:, 0], append=0.0) @ sides[:, 1])
+    order = np.argsort(-costs[:, -1], kind="stable")
+    costs, sides = costs[order, :-1], sides[order]
+    beyond = [
+        side[-1] * (side[:-1].prod() - _volume(np.maximum(point, costs[i:]), worst[:-1]))
+        for i, (point, side) in enumerate(zip(costs, sides, strict=True), 1)
+    ]
+    return float(sum(beyond))
 
 
 def non_dominated(costs: Costs) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,8 @@ from subnetact.spec import SubnetSpec
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
 )
+AS_SERVED = "as served"
+"""The mode of a table of subnets as an engine runs them, some as fused programs and others not."""
 NOT_IN_MS = ("stable", "windows", "runs", "busy", "fused")
 """Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
 
@@ -126,14 +129,13 @@ class LatencyTable:
     @property
     def modes(self) -> tuple[str, ...]:
         """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
-        stamp, rows = self.stamp, range(len(self.subnets))
+        stamp, fused = self.stamp, self.statistics.get("fused")
         mode = "compile" if stamp.get("compile") else stamp.get("mode")
-        if mode == "as served" and "fused" in stamp:
-            old = np.array([[i in stamp["fused"]] for i in rows])  # There was no such statistic.
-            fused = self.statistics.get("fused", old) == 1
-            return tuple("fused" if row.any() else stamp.get("unfused", "zero-copy") for row in fused)
+        if mode == AS_SERVED and fused is not None:
+            unfused = str(stamp.get("unfused", "zero-copy"))
+            return tuple("fused" if (row == 1).any() else unfused for row in fused)
         program = stamp.get("program", "engine")
-        return tuple(mode if program == "engine" else program for _ in rows if mode)
+        return tuple(str(mode if program == "engine" else program) for _ in self.subnets if mode)
 
     @property
     def conditions(self) -> str:
@@ -158,7 +160,7 @@ class LatencyTable:
             >>> LatencyTable(["a", "b", "c"], [70.0, 69.0, 75.0], [1], [[1], [2], [3]]).front(1)
             [0, 2]
         """
-        if len(set(self.modes)) > 1:
+        if len(set(self.modes)) > 1 or AS_SERVED in self.modes:
             raise TableError(
                 f"the table mixes modes ({self.conditions}), and its front would be that of the mixture; "
                 "measure all subnets in one mode: profile_latency(engine)"
@@ -301,7 +303,7 @@ class LatencyTable:
             TableError: the table has no such subnet, or the batch size is outside of the table.
         """
         at = self.subnets.index(subnet) if isinstance(subnet, str) and subnet in self.subnets else subnet
-        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(self.subnets):
+        if isinstance(at, bool) or not isinstance(at, Integral) or not 0 <= at < len(self.subnets):
             known = f"0 to {len(self.subnets) - 1}; a LatencyPredictor fitted to these predicts others"
             raise TableError(f"subnet {subnet!r}: not in the table; choose from {known}")
         sizes = self.batch_sizes

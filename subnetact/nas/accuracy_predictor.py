@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +53,10 @@ class _GaussianProcess(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map features (N, features) to accuracies (N,), as a share of one."""
         return torch.from_numpy(self.surrogate.predict(np.atleast_2d(x.numpy())) / 100)
+
+
+def _encoded(space: SubnetSpace, spec: SubnetSpec) -> Any:
+    return encoded(space, [space.check(spec)])[0]
 
 
 class AccuracyPredictor:
@@ -148,7 +153,7 @@ class AccuracyPredictor:
         """
         measured = training_values(specs, accuracy, "accuracy", positive=False)
         features = encoded(space, [space.check(spec) for spec in specs])
-        predictor = cls(lambda spec: encoded(space, [space.check(spec)])[0], features.shape[1])
+        predictor = cls(partial(_encoded, space), features.shape[1])
         predictor.network = _GaussianProcess(Surrogate(features, measured))
         predict = lambda known, percent, new: Surrogate(known, percent).predict(new)  # noqa: E731
         predictor.error = held_out_error(features, measured, predict, "points")

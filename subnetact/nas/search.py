@@ -162,6 +162,9 @@ def search(
         raise SearchError(f"method: exhaustive would evaluate all {space.size():.3g} subnets; use evolution")
     if not functions or not all(map(callable, functions)):
         raise SearchError("latency: give a function of a subnet, or a list of them, one per batch size")
+    for name, function in (("remeasure", remeasure), ("remeasure_accuracy", remeasure_accuracy)):
+        if not callable(function or float):
+            raise SearchError(f"{name}: {function!r:.60} is no function; give a function of a subnet")
     settings = {
         "space": space.id,
         "axes": [axis.name for axis in space.axes],

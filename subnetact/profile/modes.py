@@ -14,13 +14,12 @@ import torch
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
 from subnetact.errors import DeviceError, TableError
+from subnetact.latency.table import AS_SERVED
 from subnetact.supernet.batches import call_with, map_tensors
 
 MODES = ("zero-copy", "fused", "graphs", "compile", "view", "extract")
 """How a subnet is run: by an engine in one of four ways, or as an ordinary module, which shares the
 supernet's weights (view) or has its own (extract)."""
-AS_SERVED = "as served"
-"""Each subnet as the engine runs it, some as fused programs and others not: a mixture."""
 BESIDE = MODES[4:]
 INCLUDES = ("h2d",)
 

@@ -274,7 +274,7 @@ def profile_latency(
     shape: int = -1,
     check: bool = True,
     mode: str | None = None,
-    beside: Sequence[str] = (),
+    beside: str | Sequence[str] = (),
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device, all of them in one mode.
 
@@ -360,6 +360,7 @@ def profile_latency(
     if check and isinstance(engine, Engine):
         engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
     measured, mode = engine_in_mode(engine, mode)
+    beside = (beside,) if isinstance(beside, str) else tuple(beside)
     if beside and not (set(beside) <= set(BESIDE) and isinstance(engine, Engine)):
         raise TableError(f"beside: {list(beside)}; choose from {', '.join(BESIDE)}, for an Engine")
     runner = TimedRunner(measured, mode, sample=samples[shape])

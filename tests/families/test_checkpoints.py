@@ -205,8 +205,12 @@ def test_wrappers_extra_tensors_and_the_call_that_inspect_gives(
             load(family, several)
     with pytest.raises(CheckpointError, match=r"ignore=\['ema.decay', 'ema.steps'\] loads it without"):
         load(family, {**state, **extra})
-    loaded = load(family, {**state, **extra}, ignore=["ema.*"])
-    assert loaded.fingerprint() == small_fingerprint(family)
+    many = {f"ema[{i}].decay": torch.tensor(0.9) for i in range(20)}
+    for more, ignored in ((extra, ["ema.*"]), (extra, "ema.*"), (many, iter(many)), (many, "ema*")):
+        loaded = load(family, {**state, **more}, ignore=ignored)  # type: ignore[arg-type]
+        assert loaded.fingerprint() == small_fingerprint(family)
+    with pytest.raises(CheckpointError, match=r"ignore=\[their names, or a pattern\] loads it without"):
+        load(family, {**state, **many})
     with pytest.raises(CheckpointError, match="does not fit"):
         load(family, state, ignore=["head.*"])
     torch.save(state, path)

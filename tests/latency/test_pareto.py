@@ -47,12 +47,23 @@ def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> No
     assert hypervolume(rows, (0, 4, 4)) == len(cells)
 
 
+def test_hypervolume_of_a_front_at_many_batch_sizes() -> None:
+    """Accuracies up to that of a subnet cost at least its latencies, so that the volume is a sum of boxes."""
+    load = np.linspace(0.01, 1.0, 100)
+    latencies = np.outer(load, range(1, 6))
+    boxes = np.diff(load, prepend=0.0) @ (6.0 - latencies).prod(1)
+    assert hypervolume(np.column_stack([load, latencies]), (0.0, *[6.0] * 5)) == pytest.approx(boxes)
+
+
 def test_the_default_reference_is_the_worst_of_the_points() -> None:
     points = [(70.0, 1.0), (75.0, 2.0), (60.0, 4.0)]
     assert hypervolume(points) == hypervolume(points, (60.0, 4.0)) == 40.0
-    for wrong, reference in (([], None), ([70.0], None), ([(70.0, float("nan"))], None), (points, (60.0,))):
-        with pytest.raises(TableError, match=r"points|reference"):
-            hypervolume(wrong, reference)
+    for wrong in ([], [70.0], [(70.0, float("nan"))], [(1, 2), (3,)], "x"):
+        with pytest.raises(TableError, match="points"):
+            hypervolume(wrong)
+    for reference in ((60.0,), "ab"):
+        with pytest.raises(TableError, match="reference"):
+            hypervolume(points, reference)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_a_fit_predicts_what_it_has_not_seen_as_well_as_it_says() -> None:
     assert predictor.error is not None
     assert 0.5 * off.mean() < predictor.error.mean_percent < 2 * off.mean() < 4
     assert "points off on average" in str(predictor.error)
+    assert pickle.loads(pickle.dumps(predictor))(specs[0]) == predictor(specs[0])
     noise = np.random.default_rng(0).uniform(50, 80, len(specs))
     chance = fit(specs, noise).error
     assert chance is not None

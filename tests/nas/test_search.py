@@ -329,6 +329,7 @@ def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any])
         ({"remeasure": lambda _: -1.0}, "at least 0 ms"),
         ({"remeasure": lambda _: [1.0, 2.0]}, "remeasure"),
         ({"remeasure_accuracy": lambda _: float("nan")}, "finite"),
+        ({"remeasure_accuracy": [70.0]}, "remeasure_accuracy: .* is no function"),
     ):
         arguments = {"accuracy": accuracy, "latency": latency, "evaluations": 20, "progress": False, **given_}
         with pytest.raises(SearchError, match=words):

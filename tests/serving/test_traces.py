@@ -144,6 +144,11 @@ FORMS = {
     "a column without a name": ("{}\t9\n", "0 20000 2000000", {"column": 1, "unit": "us"}),
     "semicolons and quotes": ('"a, b";t\n"x, y";{}\n', "0 20 2000", {"column": 2}),
     "dates": ("time,n\n2026-11-16 18:15:{}Z,1\n", "46 46.02 48", {"column": "time"}),
+    "a first column with empty cells": ("user\tarrival_ms\n\t{}\n", "0 20 2000", {"column": "arrival_ms"}),
+    "an index without a name": ("\tt\n1\t{}\n", "0 20 2000", {"column": "t"}),
+    "numbers and lines in quotes": ('text,t\n"a # b, c\r",{}\n', "0 20 2000", {"column": "t"}),
+    "names that begin like numbers": ("t,inference_ms,95th\n{},5,6\n", "0 20 2000", {"column": "t"}),
+    "exponents": ("{}\n", "0e0 .2e2 2.0E+3", {}),
     "time zones": ("t\n{}\n", "2026-11-16T00:30:46+02:00 2026-11-15T22:30:46.02Z 2026-11-15T16:30:48-06", {}),
 }
 

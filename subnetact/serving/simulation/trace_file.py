@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import warnings
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from subnetact.latency.arrays import Floats
 
 UNITS_MS = {"s": 1e3, "ms": 1.0, "us": 1e-3}
 """The units of times in a file, in ms."""
-_VALUE = re.compile(r"[-+.]?\d|[-+]?(nan|inf)", re.IGNORECASE)
+_VALUE = re.compile(r"[-+]?(\d[\d.e+-]*|\.\d+|nan|inf)|\d+[-:]\d.*", re.IGNORECASE)
 _NAMED_UNIT = re.compile(r"(?:^|[^a-z])(s|ms|us)\W*$")
 
 
@@ -28,12 +29,18 @@ def read_times(name: str, column: str | int | None = None, unit: str | None = No
     if unit is not None and unit not in UNITS_MS:
         raise TraceError(f"unit: {unit!r} is not known; choose from {', '.join(UNITS_MS)}")
     text = Path(name).read_text("utf-8-sig", errors="replace")
-    lines = [line for whole in text.splitlines() if (line := whole.partition("#")[0].strip())]
+    lines = list(dropwhile(lambda line: line.lstrip()[:1] in ("#", ""), text.splitlines(keepends=True)))
     if not lines:
         raise TraceError(f"trace: {name} is empty; give a file with at least one arrival")
     delimiter = next((mark for mark in "\t;," if mark in lines[0]), " ")
-    first, *rest = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
-    header = {} if any(map(_VALUE.match, first)) else {cell.strip(): i for i, cell in enumerate(first)}
+    if delimiter == " ":
+        lines = [line.partition("#")[0].strip() for line in lines]
+    first, *rest = filter(any, csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
+    header = (
+        {}
+        if any(map(_VALUE.fullmatch, map(str.strip, first)))
+        else {cell.strip(): i for i, cell in enumerate(first)}
+    )
     places = {**header, **{str(i + 1): i for i in range(len(first)) if str(i + 1) not in header}}
     wanted = "1" if column is None and len(first) == 1 else str(column)
     if wanted not in places:
