@@ -91,6 +91,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     yield from ("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
     sources = {q["source"] for stated in subnets.values() for q in stated["quality"].values() if q["source"]}
     yield from ("", *(f"Measured: {source}." for source in sorted(sources)))
+    stamps = [table.stamp for table in tables.values()]
+    calibrated = dict.fromkeys(stamp["calibrated_on"] for stamp in stamps if "calibrated_on" in stamp)
+    yield from (f"BatchNorm statistics: {source}." for source in calibrated)
     if known:
         drawn = [(n, s["quality"][known[0]]["value"]) for n, s in subnets.items() if known[0] in s["quality"]]
         yield from ("", "```mermaid", "xychart-beta", f"    title {json.dumps(known[0])}")

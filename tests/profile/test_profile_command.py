@@ -168,7 +168,9 @@ def test_a_bundle_has_short_names_that_say_which_subnets_are_of_the_pareto_set(
     assert set(random_ones.card.subnets) == {"subnet-0", "subnet-1", "subnet-2"}
     assert elastic([str(bundle)]) == 0
     assert elastic([str(bundle), "--card"]) == 0
-    heading = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| subnet"))
+    card = capsys.readouterr().out.splitlines()
+    assert card.count("BatchNorm statistics: their own statistics.") == 1
+    heading = next(line for line in card if line.startswith("| subnet"))
     assert heading.count("| ms, ") == 1, "the table for schedulers is of the same measurement"
     assert f"| ms, zero-copy, batch size 1, 1 thread, {table.stamp['device_name'] or 'cpu'}, " in heading
     assert heading.endswith(", statistic p50, dtype float32, input_shape [1, 16, 16] |")

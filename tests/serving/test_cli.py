@@ -72,6 +72,8 @@ def test_one_request_has_no_rate_and_many_at_one_time_have_one_that_is_doubted(t
     trace.write_text("5\n" * 3)
     assert main(["--trace", str(trace)]) == 2
     assert "name the unit" in capsys.readouterr().out
+    assert main(["--trace", str(trace), "--workers", "0"]) == 2
+    assert "workers: 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def _policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
 def _refuse_doubtful_unit(options: argparse.Namespace, arrivals: Floats, table: LatencyTable) -> None:
     """Refuse times of a file whose unit nobody named, if no policy could answer that many per second."""
     most, span_s = options.workers / min(time_per_request(table)) * 1e3, rate_of(arrivals)["span_s"]
-    doubtful = len(arrivals) - 1 > most * options.scale * span_s
+    doubtful = len(arrivals) - 1 > most * options.scale * span_s and options.workers > 0
     if options.unit is None and options.trace not in TRACES and doubtful:
         raise TraceError(
             f"trace: {options.trace} has {rate_text(arrivals)}, and {options.workers} workers answer at most "
