@@ -72,13 +72,17 @@ def held_out_error(
         predict: takes features and values to fit to, and the features of others; returns the others' values.
         unit: "%" of the measured value, or "points", of which the values are.
     """
+    from scipy.stats import spearmanr
+
     part = np.random.default_rng(0).permutation(len(measured)) % FOLDS
     predicted = np.empty(len(measured))
     for fold in range(FOLDS):
         rest = part != fold
         predicted[~rest] = predict(features[rest], measured[rest], features[~rest])
     off = 100 * np.abs(predicted / measured - 1) if unit == "%" else np.abs(predicted - measured)
-    rank, train = _rank_correlation(predicted, measured), int(len(measured) - np.bincount(part).max())
+    equal = np.ptp(predicted) == 0 or np.ptp(measured) == 0
+    rank = math.nan if equal else float(spearmanr(predicted, measured).statistic)
+    train = int(len(measured) - np.bincount(part).max())
     return PredictionError(float(off.mean()), float(off.max()), rank, train, len(measured), unit)
 
 
@@ -87,11 +91,3 @@ def require_scipy() -> None:
     with extra_needed("fitted predictors need scipy; pip install 'subnetact[nas]'"):
         import scipy.optimize
         import scipy.stats  # noqa: F401
-
-
-def _rank_correlation(one: Floats, two: Floats) -> float:
-    from scipy.stats import spearmanr
-
-    if np.ptp(one) == 0 or np.ptp(two) == 0:
-        return math.nan
-    return float(spearmanr(one, two).statistic)
