@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -80,10 +80,9 @@ def reported(
 
 def json_object(text: str) -> dict[str, Any]:
     """Return the JSON object that an option of a command line holds, for `type=` of argparse."""
-    try:
+    found = None
+    with suppress(ValueError):
         found = parse_json(text)
-    except ValueError:
-        found = None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object such as '{{\"n_classes\": 10}}'")
     return found
