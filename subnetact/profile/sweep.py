@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.device import machine, moment, ran_out_of_memory
+from subnetact.device import machine, moment, raise_if_explained, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, shapes
 from subnetact.errors import SubnetActError, TableError
@@ -189,10 +189,9 @@ class Sweep:
         try:
             with runner.prepared(subnet, batch_size) as call:
                 window = measure(call, runner.engine.device, warmup_ms=warmup_ms, min_time_ms=least_ms)
-        except SubnetActError:
-            raise
         except Exception as error:
             if not ran_out_of_memory(error):
+                raise_if_explained(error, SubnetActError)
                 bound = getattr(runner.engine.ready(subnet), "bound", None)
                 where = str(error) if bound is None else summary(bound.view, error)
                 raise TableError(
