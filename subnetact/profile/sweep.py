@@ -215,9 +215,8 @@ class Sweep:
             found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
         names = dict.fromkeys(name for one in found for name in one)
         shape, ids = (len(self.runner.engine.keys), len(self.batch_sizes)), list(self.runner.engine.ids)
-        arrays = {
-            name: np.full(shape, math.nan) for name in names
-        }  # A subnet that was removed has no latency.
+        # A subnet that was removed has no latency.
+        arrays = {name: np.full(shape, math.nan) for name in names}
         for name, cells in arrays.items():
             cells[ids] = np.reshape([one.get(name, math.nan) for one in found], (-1, shape[1]))
         return {name: np.nan_to_num(a) if name in ("windows", "runs") else a for name, a in arrays.items()}
