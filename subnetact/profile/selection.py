@@ -132,8 +132,8 @@ def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec
     space = source.supernet.space
     if request.file is not None:
         return list(dict.fromkeys(_read(Path(request.file), source.supernet)))
-    if request.subnets == "all" and source.specs:
-        return list(source.specs)
+    if request.subnets == "all" and source.accuracy:
+        return list(source.accuracy)
     size = space.size()
     count = min(size, request.count or size)
     if count > MOST:
@@ -165,7 +165,7 @@ def _accuracy(
 ) -> tuple[AccuracyFunction | None, str]:
     """Return the function that gives a subnet's accuracy, None if none is known, and its origin."""
     given = request.accuracy
-    known = {spec: p for spec, p in zip(source.specs, source.accuracy, strict=True) if p is not None}
+    known = {spec: p for spec, p in source.accuracy.items() if p is not None}
     if not given and known and specs is not None:
         return (lambda spec: known.get(spec, math.nan)), "the bundle's"
     if not given:
@@ -222,7 +222,7 @@ def select_subnets(
     else:
         function = wanted.accuracy or (lambda _: math.nan)
         percents = map(function, tqdm(wanted.specs, desc="accuracy", disable=None))
-        which = "the bundle's" if source.specs and request.subnets == "all" else request.subnets
+        which = "the bundle's" if source.accuracy and request.subnets == "all" else request.subnets
         facts = {"subnets_chosen": which, "accuracy_source": wanted.origin}
         known = [None if math.isnan(percent) else percent for percent in percents]
         selection = Selection(wanted.specs, known, facts)

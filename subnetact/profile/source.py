@@ -31,15 +31,14 @@ RANDOM_PREFIX = "random:"
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet, one input without batch axis, and the subnets and accuracies (percent) of a bundle.
+    """A supernet, one input without batch axis, and the accuracy (percent) of every subnet of a bundle.
 
     `origin` has the arguments of `load_source` that were given.
     """
 
     supernet: Supernet
     sample: Tensor
-    specs: tuple[SubnetSpec, ...] = ()
-    accuracy: tuple[float | None, ...] = ()
+    accuracy: Mapping[SubnetSpec, float | None] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,13 +78,12 @@ def load_source(
         raise SpecError("checkpoint: say with --family whose checkpoint it is")
     if constructor and not (model or family):
         raise SpecError("constructor: these are arguments for --family or --model; give one of them")
-    specs: tuple[SubnetSpec, ...] = ()
-    accuracy: tuple[float | None, ...] = ()
+    accuracy: dict[SubnetSpec, float | None] = {}
     own = build_model(model, constructor, bundled=bool(bundle)) if model else None
     if bundle:
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet, usual = engine.supernet, engine.sample
-        specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
+        accuracy = {engine.specs[i]: engine.accuracy[i] for i in engine.ids}
         if not isinstance(usual, Tensor):
             raise SpecError(
                 f"bundle {bundle}: its input is a {type(usual).__name__}, and this command measures "
@@ -111,7 +109,7 @@ def load_source(
     has = supernet.precision.precisions if supernet.precision else ()
     if lower and not has:
         supernet.enable_precision(*lower)
-        specs = tuple(map(supernet.space.check, specs))
+        accuracy = {supernet.space.check(spec): percent for spec, percent in accuracy.items()}
     elif precision and set(lower) != set(has):
         raise SpecError(
             f"precision: the supernet has {', '.join([*has, FLOAT32])}, got {' '.join(precision)}; leave out "
@@ -119,7 +117,7 @@ def load_source(
         )
     name = input_dtype or (dtype if usual.is_floating_point() else None)
     sample = torch.zeros(input_shape or usual.shape, dtype=_dtype(name) if name else usual.dtype)
-    return ProfileSource(supernet, sample, specs, accuracy, origin)
+    return ProfileSource(supernet, sample, accuracy, origin)
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool = False) -> Any:
