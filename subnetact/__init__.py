@@ -49,7 +49,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     errors           115    54     41
     files            556    89      0
     device           136    13      9
-    command           88    10      8
+    command           87    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
@@ -65,8 +65,8 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     engine          2252   626      5
     workers          560    96      0
     costs            286    65      4
-    nas              614   281      6
-    profile         1362   292      1
+    nas              612   281      6
+    profile         1357   292      1
     serving         5145  1986     36
     generation      1442   458     13
     export          1198   420      7
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32676  9163    229
+    all            32668  9163    229
 
 The README has a glossary of the words that are used here.
 """
