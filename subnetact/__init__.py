@@ -69,7 +69,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     profile         1357   292      1
     serving         5145  1986     36
     generation      1442   458     13
-    export          1198   420      7
+    export          1200   420      7
     demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
@@ -77,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            32668  9163    229
+    all            32670  9163    229
 
 The README has a glossary of the words that are used here.
 """

@@ -90,7 +90,9 @@ class TritonPythonModel:
         deadline_ms = asked.get("deadline_ms", timeout_ms or self.slo_ms)
         if timeout_ms and isinstance(deadline_ms, int | float):
             deadline_ms = min(deadline_ms, timeout_ms)
-        terms = {"min_accuracy": asked.get("min_accuracy"), "priority": asked.get("importance")}
+        if type(importance := asked.get("importance", 0)) is not int:
+            raise InvalidRequest(f"importance: {importance!r} is not an int; the higher, the more important")
+        terms = {"min_accuracy": asked.get("min_accuracy"), "priority": importance}
         for sample in samples:
             queued.append(self.batcher.submit(sample, deadline_ms, **terms))
 

@@ -440,7 +440,7 @@ def test_a_bad_request_harms_no_other(model: Any) -> None:
         (Sent(x, deadline_ms="soon"), "deadline_ms"),
         (Sent(x, min_accuracy=99.0), "min_accuracy"),
         (Sent(x, min_acuracy=50.0), "'min_acuracy' is not known; choose from deadline_ms, min_accuracy, imp"),
-        (Sent(x, importance="high"), "priority"),
+        (Sent(x, importance="high"), "importance: 'high' is not an int"),
         (Sent(x.astype(np.float64)), "torch.float64"),
         (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
         (Sent(x[:0]), "at least one sample"),
