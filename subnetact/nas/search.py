@@ -140,16 +140,14 @@ def search(
         Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
 
     Example:
-        Half of the labelled images choose, and the other half says how accurate the chosen ones are:
-
-            validation, test = batches[::2], batches[1::2]
-            result = search(
-                supernet,
-                lambda spec: evaluate(supernet, [spec], validation, calibration=images)[0],
-                latency_predictor,
-                remeasure_accuracy=lambda spec: evaluate(supernet, [spec], test, calibration=images)[0],
-            )
-            [(one.spec, one.accuracy, one.latency_ms) for one in result.front]
+        >>> choosing, judging = batches[::2], batches[1::2]  # the labelled images that do either
+        >>> result = search(
+        ...     supernet,
+        ...     lambda spec: evaluate(supernet, [spec], choosing, calibration=images)[0],
+        ...     latency_predictor,
+        ...     remeasure_accuracy=lambda spec: evaluate(supernet, [spec], judging, calibration=images)[0],
+        ... )
+        >>> [(one.spec, one.accuracy, one.latency_ms) for one in result.front]
     """
     space, functions = supernet.space, list(latency) if isinstance(latency, Sequence) else [latency]
     for name, value, least in (("evaluations", evaluations, 2), ("size", size, 1), ("seed", seed, 0)):
