@@ -52,7 +52,8 @@ class Measurements:
 
 def _read(line: Mapping[str, Any]) -> tuple[Cell, Window | None]:
     beside, subnet, batch_size = line["cell"]
-    if not all(n in BESIDE or (type(n) is int and n >= 0) for n in line["cell"]):
+    numbers = line["cell"][beside in BESIDE :]
+    if not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a cell {line['cell']!r}")
     window = {name: np.array(line[name], np.float64) for name in (*CLOCKS, "busy") if name in line}
     for times in window.values():

@@ -170,6 +170,8 @@ def test_the_times_in_a_file_are_read_in_every_usual_form(form, tmp_path):
     [
         ("", {}, "is empty"),
         ("# nothing\n", {}, "is empty"),
+        ('""\n', {}, "is empty"),
+        (f'text,t\n"{"a" * 200_000}",1\n', {"column": "t"}, "is no CSV or text file .*shorter cells"),
         ("a,b\n1,2\n", {}, "has 2 columns; choose one with column .*: a, b, 1, 2"),
         ("a,b\n1,2\n", {"column": "c"}, "got c"),
         ("1\nabc\n", {}, "column 1 of .* holds no times .*abc"),

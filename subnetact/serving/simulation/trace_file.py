@@ -30,17 +30,18 @@ def read_times(name: str, column: str | int | None = None, unit: str | None = No
         raise TraceError(f"unit: {unit!r} is not known; choose from {', '.join(UNITS_MS)}")
     text = Path(name).read_text("utf-8-sig", errors="replace")
     lines = list(dropwhile(lambda line: line.lstrip()[:1] in ("#", ""), text.splitlines(keepends=True)))
-    if not lines:
-        raise TraceError(f"trace: {name} is empty; give a file with at least one arrival")
-    delimiter = next((mark for mark in "\t;," if mark in lines[0]), " ")
+    delimiter = next((mark for mark in "\t;," if mark in "".join(lines[:1])), " ")
     if delimiter == " ":
         lines = [line.partition("#")[0].strip() for line in lines]
-    first, *rest = filter(any, csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
-    header = (
-        {}
-        if any(map(_VALUE.fullmatch, map(str.strip, first)))
-        else {cell.strip(): i for i, cell in enumerate(first)}
-    )
+    try:
+        rows = list(filter(any, csv.reader(lines, delimiter=delimiter, skipinitialspace=True)))
+    except csv.Error as error:
+        raise TraceError(f"trace: {name} is no CSV or text file ({error}); give shorter cells") from error
+    if not rows:
+        raise TraceError(f"trace: {name} is empty; give a file with at least one arrival")
+    first, *rest = rows
+    names = [cell.strip() for cell in first]
+    header = {} if any(map(_VALUE.fullmatch, names)) else {cell: i for i, cell in enumerate(names)}
     places = {**header, **{str(i + 1): i for i in range(len(first)) if str(i + 1) not in header}}
     wanted = "1" if column is None and len(first) == 1 else str(column)
     if wanted not in places:
