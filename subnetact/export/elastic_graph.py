@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from subnetact.device import raise_if_explained
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import is_layer
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import culprit
@@ -175,8 +175,9 @@ def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is PyTorch's own and contains nothing elastic."""
-    library = type(module).__module__.startswith("torch.nn.") and traits_of(module).kind != "container"
-    return library and not any(isinstance(inner, Operator) for inner in module.modules())
+    return is_layer(module, derived=False) and not any(
+        isinstance(inner, Operator) for inner in module.modules()
+    )
 
 
 def _stand_in(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:
