@@ -32,12 +32,13 @@ class RecordedCall:
         return self.recorder(args, kwargs)
 
 
-class _Tracer(GraphAppendingTracer):
+class TensorTracer(GraphAppendingTracer):
     """Records into a graph, which gets tensors by their names in `tensors`; if None, they are constants."""
 
     def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor] | None) -> None:
         super().__init__(graph)
         self.tensors = tensors
+        self._nodes: dict[Any, fx.Node] = {}
 
     def create_arg(self, a: Any) -> Any:
         """Convert a value to an argument of a node; a tensor may be the weight of a leaf."""
@@ -49,7 +50,13 @@ class _Tracer(GraphAppendingTracer):
         """Return a node for a tensor, which has this name if it has none so far."""
         name = next((known for known, other in tensors.items() if other is tensor), name)
         tensors[name] = tensor
-        return self.create_node("get_attr", name, (), {})
+        return self.once(name, "get_attr", name)
+
+    def once(self, key: Any, kind: str, target: str, *args: Any) -> fx.Node:
+        """Return the one node of a key."""
+        if key not in self._nodes:
+            self._nodes[key] = self.create_node(kind, target, args, {})
+        return self._nodes[key]
 
 
 class _TensorProxy(fx.Proxy):
@@ -75,7 +82,7 @@ def trace_(
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view, which nobody else may use meanwhile, and its leaves by name."""
     graph = fx.Graph()
-    tracer = _Tracer(graph, tensors)
+    tracer = TensorTracer(graph, tensors)
     leaves: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
     replaced: list[tuple[nn.Module, str, Any]] = []
