@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
 from subnetact.operators.layer_traits import is_batch_norm, is_layer, runs_as, traits_of
 from subnetact.operators.lowered_weight import LowConv
-from subnetact.operators.operation_traits import OperationTraits
+from subnetact.operators.operation_traits import OperationTraits, operation_of
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.elementwise import elementwise, has_hooks, writes
 from subnetact.supernet.trace import trace_
@@ -225,8 +225,7 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)
     for node in list(graph.nodes):
-        called = node.op == "call_module" and len(node.args) == 1 and _is_identity(leaves[node.target])
-        if called or _is_no_dropout(node):
+        if _passes_on(node, leaves):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _erase_unused(graph)
@@ -237,16 +236,16 @@ def _is_derived_norm(module: nn.Module) -> bool:
     return is_batch_norm(module) and not runs_as(module)
 
 
-def _is_identity(module: nn.Module) -> bool:
-    plain = runs_as(module) and not has_hooks(module)
-    return plain and traits_of(module).kind == "identity" and not module.training
-
-
-def _is_no_dropout(node: fx.Node) -> bool:
-    if node.target not in (F.dropout, F.dropout2d) or not node.args:
+def _passes_on(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a node returns its first argument: an identity, or dropout that is not in training."""
+    if node.op == "call_module":
+        layer = leaves[str(node.target)]
+        plain = len(node.args) == 1 and runs_as(layer) and not has_hooks(layer)
+        return plain and traits_of(layer).kind == "identity" and not layer.training
+    if operation_of(node.target).kind != "identity" or not isinstance(node.target, FunctionType):
         return False
-    given = inspect.signature(F.dropout).bind(*node.args, **node.kwargs).arguments
-    return given.get("training") is False and given.get("inplace", False) is False
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    return bool(node.args) and given.get("training") is False and not given.get("inplace")
 
 
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)

@@ -75,7 +75,7 @@ class PackedConv(nn.Module):
         # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
         self._merged = (activation.merged, activation.scalars) if activation and merge else ("none", ())
         self._swallows_nan = merge and activation is not None and activation.swallows_nan
-        self._activate = None if activation is None else activation.over
+        self._activate: Callable[[Tensor], Tensor] | None = None if activation is None else activation.over
         self._reserve: Callable[[int], bool] = lambda _: True
         self._packing = new_lock()
         self._by_layout: dict[bytes, Tensor] = {}

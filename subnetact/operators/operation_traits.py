@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ class OperationTraits:
     finite: bool = False
     transparent: bool = False
     moves: bool = False
-    new: Callable[..., Any] | None = None
+    new: Any = None
     over: Any = None
     merged: str = ""
     scalars: Sequence[float] = ()
@@ -77,7 +77,7 @@ def _activation(name: str, approximate: str = "", **facts: Any) -> OperationTrai
     """Return the traits of an activation without other settings."""
     over = getattr(torch, f"{name}_", None) or getattr(torch.ops.aten, f"{name}_").default
     settings = {"approximate": approximate} if approximate else {}
-    calls = {"new": partial(getattr(F, name), **settings), "over": partial(over, **settings)}
+    calls: dict[str, Any] = {"new": partial(getattr(F, name), **settings), "over": partial(over, **settings)}
     return OperationTraits("activation", finite=True, **calls, **facts)
 
 
