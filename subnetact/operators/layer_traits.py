@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from subnetact.operators.operation_traits import BY_CALL
+from subnetact.operators.view_module import module_class
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,10 @@ def runs_as(layer: nn.Module, cls: type[nn.Module] | None = None) -> bool:
 
 def is_layer(module: nn.Module, derived: bool = True) -> bool:
     """Tell whether a module is a layer of PyTorch, or of a class that is `derived` from one."""
-    classes = type(module).__mro__ if derived else (type(module),)
-    of_torch = (cls for cls in classes if cls.__module__.startswith("torch.nn."))
-    return any(_TRAITS.get(cls) is not _CONTAINER for cls in of_torch)
+    cls = module_class(module)
+    classes = cls.__mro__ if derived else (cls,)
+    of_torch = (base for base in classes if base.__module__.startswith("torch.nn."))
+    return any(_TRAITS.get(base) is not _CONTAINER for base in of_torch)
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
