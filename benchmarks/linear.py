@@ -32,7 +32,7 @@ from subnetact.device import machine
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
 from subnetact.engine.packed_linear import PackedLinear, is_intel
-from subnetact.supernet.elementwise import Elementwise
+from subnetact.operators.operation_traits import operation_of
 
 SIZES = ((192, 192), (192, 768), (768, 192), (768, 768), (768, 3072), (512, 1000))
 ROWS = (1, 8, 32, 197, 788)
@@ -90,7 +90,7 @@ def pointwise(side: int, inputs: int, outputs: int, batch: int) -> dict[str, Cal
     weight, bias = conv.weight.detach(), conv.bias
     packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *settings, x.shape)
     flat = weight.flatten(1).contiguous()
-    chosen = PackedConv(conv, activation=Elementwise("relu", torch.relu, torch.relu_))
+    chosen = PackedConv(conv, activation=operation_of(torch.relu))
     return {
         "plain": lambda: conv(x).relu_(),
         "onednn": lambda: torch.ops.mkldnn._convolution_pointwise(x, packed, bias, *settings, "relu", [], ""),

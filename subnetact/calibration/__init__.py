@@ -23,7 +23,7 @@ share is averaged once. A step computes what the subnet by itself would compute,
 statistics are the same bit for bit.
 
 This needs a forward that `torch.fx` can trace, which calls no BatchNorm twice and does not overwrite a tensor
-that others may read later (`inplace.py`). A subnet for which it fails runs one at a time. Before the first
+that others may read later (`hidden_writes`). A subnet for which it fails runs one at a time. Before the first
 batch, one subnet runs a few inputs both by itself and in the graph; if the statistics differ, all subnets run
 one at a time. The report names these subnets, each with the reason.
 

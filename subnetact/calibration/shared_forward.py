@@ -13,14 +13,15 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
-from subnetact.calibration.inplace import hidden_writes, is_fresh
 from subnetact.device import raise_if_out_of_memory
+from subnetact.operators.layer_traits import is_layer
+from subnetact.operators.operation_traits import OperationTraits
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import HOOKS
 from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.elementwise import Elementwise, elementwise
+from subnetact.supernet.elementwise import elementwise, hidden_writes, is_fresh
 from subnetact.supernet.trace import trace_
 
 _NO_SETTINGS = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
@@ -49,7 +50,7 @@ class _Step:
     args: Any
     kwargs: Any
     call: Callable[..., Any]
-    operation: Elementwise | None = None
+    operation: OperationTraits | None = None
     norms: Sequence[CalibrationNorm] = ()
     whole: bool = False
     layers: int = 0
@@ -86,7 +87,7 @@ class SharedForward:
         """Add a subnet, given a view that nobody else uses, and its BatchNorms; or raise `NotShareable`."""
         collectors = {id(norm.module): norm for norm in norms}
         try:
-            graph, leaves = trace_(view, lambda m: id(m) in collectors or not m._modules)
+            graph, leaves = trace_(view, lambda m: id(m) in collectors or not m._modules or is_layer(m))
         except Exception as error:
             raise_if_out_of_memory(error)
             raise NotShareable(f"its forward cannot be traced: {error}") from error
@@ -164,7 +165,7 @@ class SharedForward:
         module = leaves[str(node.target)] if node.op == "call_module" else None
         what: Any = node.op, node.target
         if operation is not None:
-            what, kwargs = operation.name, {}
+            what, kwargs = operation, {}
         elif module is not None:
             what = self._signature(module, norm)
         key = what, self._frozen(args), self._frozen(kwargs)

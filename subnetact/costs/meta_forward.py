@@ -30,6 +30,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
+from subnetact.operators.operation_traits import OPERATIONS
 from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.space import SizeRow
 from subnetact.spec import shown
@@ -41,8 +42,7 @@ from subnetact.supernet.supernet import Supernet
 MOST_VIEWS = 4096
 """Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
 
-_MOVES_DATA = ("arange", "cat", "clone", "copy", "detach", "embedding", "empty", "full", "ones", "pad",
-               "view", "zeros")  # fmt: skip
+_MOVES_DATA = [name for names, traits in OPERATIONS.items() if traits.moves for name in names.split()]
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
 
 WITHOUT_VALUES = "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"

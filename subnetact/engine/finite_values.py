@@ -11,42 +11,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 
-from subnetact.engine.packed_conv import plain_conv
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import runs_as, traits_of
 from subnetact.operators.lowered_weight import LowConv, LowLinear
-from subnetact.operators.view_module import module_class
-from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
+from subnetact.operators.operation_traits import operation_of
+from subnetact.operators.weight_runs import LinearInRuns
+from subnetact.supernet.elementwise import has_hooks
 
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
 
-_OPERATIONS = ADDITIONS | PRODUCTS | {getattr, torch._assert} | spellings(
-    "sub", "neg", "getitem", "matmul", "floordiv", "eq", "relu", "relu6", "silu", "gelu", "sigmoid", "tanh",
-    "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "softmax", "erf", "clamp", "dropout",
-    "mean", "sum", "flatten", "view", "view_as", "reshape", "unflatten", "permute", "transpose", "swapaxes",
-    "t", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "clone", "to", "float", "size", "dim",
-    "cat", "chunk", "split", "unbind", "arange", "zeros_like", "embedding", "linear", "conv2d", "batch_norm",
-    "layer_norm", "group_norm", "max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d",
-    "pad", "interpolate", "pixel_shuffle",
-)  # fmt: skip
-_DIVISIONS = spellings("truediv", "div")
-
 
 def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
     """Tell whether finite values stay finite in a traced network, unless they overflow."""
-    for node in graph.nodes:
-        if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
-            return False
-        by_number = node.target in _DIVISIONS and isinstance(node.args[1], int | float) and node.args[1] != 0
-        if node.op in ("call_function", "call_method") and node.target not in _OPERATIONS and not by_number:
-            return False
-    return True
+    return all(_keeps_finite(node, leaves) for node in graph.nodes if node.op.startswith("call_"))
 
 
-def _is_known(module: nn.Module) -> bool:
-    cls = module_class(module)
-    known = isinstance(module, LowConv | LowLinear) or plain_conv(module)
-    return known or cls.forward is nn.BatchNorm2d.forward or traits_of(cls, derived=False).finite
+def _keeps_finite(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        layer = leaves[str(node.target)]
+        known = isinstance(layer, LowConv | LowLinear | LinearInRuns) or runs_as(layer)
+        return known and traits_of(layer).finite and not has_hooks(layer)
+    operation = operation_of(node.target)
+    by_number = operation.kind == "division" and isinstance(node.args[1], int | float) and node.args[1] != 0
+    return operation.finite or by_number
 
 
 def strange_samples(x: Tensor) -> list[int]:

@@ -10,34 +10,33 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.calibration.inplace import writes
 from subnetact.device import raise_if_out_of_memory
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
-from subnetact.engine.packed_conv import ACTIVATIONS, PackedConv, plain_conv
+from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
-from subnetact.operators.layer_traits import is_batch_norm, traits_of
+from subnetact.operators.layer_traits import is_batch_norm, is_layer, runs_as, traits_of
 from subnetact.operators.lowered_weight import LowConv
-from subnetact.operators.view_module import module_class
+from subnetact.operators.operation_traits import OperationTraits, operation_of
 from subnetact.supernet.batches import call_with
-from subnetact.supernet.elementwise import Elementwise, elementwise, has_hooks
+from subnetact.supernet.elementwise import elementwise, has_hooks, writes
 from subnetact.supernet.trace import trace_
 
 
 class _Overwriting(nn.Module):
     """An elementwise operation whose result is written over its first operand."""
 
-    def __init__(self, operation: Elementwise) -> None:
+    def __init__(self, operation: OperationTraits) -> None:
         super().__init__()
         self.operation = operation
 
@@ -112,9 +111,8 @@ class FusedProgram:
             chain += chain[-1].users
         else:
             other = None
-        activation = self._elementwise(_only_user(chain[-1]))
-        # After an addition, oneDNN supports only ReLU.
-        if activation is not None and activation.name in (ACTIVATIONS if other is None else ("relu",)):
+        activation = elementwise(_only_user(chain[-1]), self.values)
+        if activation is not None and activation.merged and (other is None or activation.after_sum):
             chain += chain[-1].users
         else:
             activation = None
@@ -148,13 +146,10 @@ class FusedProgram:
         constant = given.arguments["training"] is False and found["running_mean"] is not None
         return SimpleNamespace(**found) if constant else None
 
-    def _elementwise(self, node: fx.Node | None) -> Elementwise | None:
-        return None if node is None else elementwise(node, self.values)
-
     def _added(self, node: fx.Node | None, to: fx.Node) -> fx.Node | None:
         """Return what a node adds to another one, or None if it does something else."""
-        operation = self._elementwise(node)
-        if node is None or operation is None or operation.name != "add":
+        operation = elementwise(node, self.values)
+        if node is None or operation is None or operation.kind != "addition":
             return None
         other = node.args[1] if node.args[0] is to else node.args[0]
         return other if isinstance(other, fx.Node) and other is not to and other.op != "get_attr" else None
@@ -167,7 +162,7 @@ class FusedProgram:
         calls = [node for node in calls if can_pack_linear(values[node.target])]
         times = Counter(node.target for node in calls)
         for node in calls:
-            alone = times[node.target] > 1 or self._elementwise(_only_user(node)) is not None
+            alone = times[node.target] > 1 or elementwise(_only_user(node), self.values) is not None
             by_input.setdefault(node if alone else node.args[0], []).append(node)
         for nodes in by_input.values():
             layers, path = [values[str(node.target)] for node in nodes], str(nodes[0].target)
@@ -223,15 +218,14 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
     """Return the graph of a view, with the inside of derived BatchNorms if possible, and what it names."""
     tensors: dict[str, Tensor] = {}
     try:
-        graph, leaves = trace_(view, looks_inside=_is_derived_norm, tensors=tensors)
+        graph, leaves = trace_(view, lambda m: is_layer(m) and not _is_derived_norm(m), tensors)
     except Exception as error:
         raise_if_out_of_memory(error)
         tensors = {}
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)
     for node in list(graph.nodes):
-        called = node.op == "call_module" and len(node.args) == 1 and _is_identity(leaves[node.target])
-        if called or _is_no_dropout(node):
+        if _passes_on(node, leaves):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _erase_unused(graph)
@@ -239,19 +233,19 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 
 
 def _is_derived_norm(module: nn.Module) -> bool:
-    return is_batch_norm(module) and module_class(module).forward is not nn.BatchNorm2d.forward
+    return is_batch_norm(module) and not runs_as(module)
 
 
-def _is_identity(module: nn.Module) -> bool:
-    traits = traits_of(module_class(module), derived=False)
-    return traits.kind == "identity" and not module.training and not has_hooks(module)
-
-
-def _is_no_dropout(node: fx.Node) -> bool:
-    if node.target not in (F.dropout, F.dropout2d) or not node.args:
+def _passes_on(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a node returns its first argument: an identity, or dropout that is not in training."""
+    if node.op == "call_module":
+        layer = leaves[str(node.target)]
+        plain = len(node.args) == 1 and runs_as(layer) and not has_hooks(layer)
+        return plain and traits_of(layer).kind == "identity" and not layer.training
+    if operation_of(node.target).kind != "identity" or not isinstance(node.target, FunctionType):
         return False
-    given = inspect.signature(F.dropout).bind(*node.args, **node.kwargs).arguments
-    return given.get("training") is False and given.get("inplace", False) is False
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    return bool(node.args) and given.get("training") is False and not given.get("inplace")
 
 
 _COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)

@@ -11,27 +11,21 @@ from torch import Tensor, nn
 
 from subnetact.engine.packed_linear import ONEDNN, SMALLEST_ONEDNN_PRODUCT
 from subnetact.files.fork import new_lock
-from subnetact.supernet.elementwise import Elementwise
+from subnetact.operators.layer_traits import runs_as
+from subnetact.operators.operation_traits import OperationTraits
 
 MOST_PIXELS = 1024
 """A small product over at most so many pixels is computed with the plain weight of a 1 x 1 convolution, which
 takes 0.3 to 0.85 times as long (`benchmarks/results/linear.json`): a call of oneDNN costs more than that."""
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
-ACTIVATIONS: dict[str, tuple[str, list[float]]] = {
-    "relu": ("relu", []),
-    "relu6": ("hardtanh", [0.0, 6.0]),
-    "hardswish": ("hardswish", []),
-}
-"""What oneDNN calls the activations that it computes in the same pass as a convolution, and their scalars."""
 
 
 def plain_conv(module: nn.Module) -> bool:
     """Tell whether a module computes nothing but a zero-padded Conv2d."""
     return (
         isinstance(module, nn.Conv2d)
-        and type(module)._conv_forward is nn.Conv2d._conv_forward
-        and type(module).forward is nn.Conv2d.forward
+        and runs_as(module, nn.Conv2d)
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
     )
@@ -59,7 +53,7 @@ class PackedConv(nn.Module):
     """A convolution with its weight packed, a BatchNorm folded in, and an addition and activation merged."""
 
     def __init__(
-        self, conv: Any, norm: Any = None, activation: Elementwise | None = None, merge: bool = True
+        self, conv: Any, norm: Any = None, activation: OperationTraits | None = None, merge: bool = True
     ) -> None:
         super().__init__()
         self.overwrite = False  # whether the sum may be written over the second input
@@ -79,8 +73,9 @@ class PackedConv(nn.Module):
             self._bias = self._bias.to(self._weight.dtype)
         self._onednn = can_pack(conv.weight)
         # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
-        self._merged = ACTIVATIONS[activation.name] if activation and merge else ("none", [])
-        self._activate = None if activation is None else activation.over
+        self._merged = (activation.merged, activation.scalars) if activation and merge else ("none", ())
+        self._swallows_nan = merge and activation is not None and activation.swallows_nan
+        self._activate: Callable[[Tensor], Tensor] | None = None if activation is None else activation.over
         self._reserve: Callable[[int], bool] = lambda _: True
         self._packing = new_lock()
         self._by_layout: dict[bytes, Tensor] = {}
@@ -95,7 +90,7 @@ class PackedConv(nn.Module):
     @property
     def swallows_nan(self) -> bool:
         """Whether the result can be a number although the convolution gives NaN."""
-        return self._onednn and self._merged[0] in ("relu", "hardtanh")
+        return self._onednn and self._swallows_nan
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Ask `reserve` for the bytes of every further layout; if it refuses, each call packs the weight."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from subnetact.device import machine, machine_facts
 from subnetact.files.fork import new_lock
+from subnetact.operators.layer_traits import is_layer, runs_as
 from subnetact.supernet.elementwise import has_hooks
-from subnetact.supernet.trace import is_layer
 
 _MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkl, "_mkl_linear"
@@ -63,7 +63,7 @@ def can_pack_linear(module: Any) -> bool:
     return (
         _MKL
         and isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
+        and runs_as(module, nn.Linear)
         and not has_hooks(module)
         and all(
             p is None or (p.device.type == "cpu" and p.dtype == torch.float32 and p.layout == torch.strided)

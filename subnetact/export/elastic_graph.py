@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.device import raise_if_explained
 from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import is_layer
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import culprit
-from subnetact.supernet.trace import RecordedCall
+from subnetact.supernet.trace import RecordedCall, TensorTracer
 
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
@@ -37,32 +36,19 @@ def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[st
     return _Recording("", starts, registered).script(network, (), dict.fromkeys(inputs, unknown), None)
 
 
-class _Tracer(GraphAppendingTracer):
+class _Tracer(TensorTracer):
     """Records into a graph, whose tensors become attributes of its module."""
 
     def __init__(self, graph: fx.Graph, registered: set[int]) -> None:
-        super().__init__(graph)
+        self.held: dict[str, Tensor] = {}
+        super().__init__(graph, self.held)
         self.registered = registered
-        self.tensors: dict[str, Tensor] = {}
-        self._known: dict[Any, fx.Node] = {}
-
-    def _once(self, kind: str, target: Any, args: tuple[Any, ...] = ()) -> fx.Node:
-        if (target, args) not in self._known:
-            self._known[target, args] = super().create_node(kind, target, args, {})
-        return self._known[target, args]
-
-    def tensor(self, tensor: Tensor) -> fx.Node:
-        """Return a node for a tensor, which becomes an attribute of the module."""
-        name = next((n for n, t in self.tensors.items() if t is tensor), f"tensor_{len(self.tensors)}")
-        self.tensors[name] = tensor
-        return self._once("get_attr", name)
 
     def create_arg(self, a: Any) -> Any:
         """Convert a value to an argument of a node; a forward may write into a tensor that it has made."""
-        if not isinstance(a, Tensor):
-            return super().create_arg(a)
-        node = self.tensor(a)
-        return node if id(a) in self.registered else self._once("call_method", "clone", (node,))
+        node = super().create_arg(a)
+        made = isinstance(a, Tensor) and id(a) not in self.registered
+        return self.once((node, "clone"), "call_method", "clone", node) if made else node
 
 
 class _Recording:
@@ -105,7 +91,7 @@ class _Recording:
         if gate is not None:
             skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {names[0]}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        tensors = {name: tensor.detach() for name, tensor in self.tracer.tensors.items()}
+        tensors = {name: tensor.detach() for name, tensor in self.tracer.held.items()}
         recorded = fx.GraphModule({**self.modules, **tensors}, self.graph, type(module).__name__)
         return _scripted(recorded, self.path or "the network")
 
@@ -137,7 +123,7 @@ class _Recording:
 
     def _held(self, tensors: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: None if tensor is None else fx.Proxy(self.tracer.tensor(tensor), self.tracer)
+            name: None if tensor is None else fx.Proxy(self.tracer.create_arg(tensor), self.tracer)
             for name, tensor in tensors.items()
         }
 
@@ -175,8 +161,9 @@ def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is PyTorch's own and contains nothing elastic."""
-    library = type(module).__module__.startswith("torch.nn.") and traits_of(module).kind != "container"
-    return library and not any(isinstance(inner, Operator) for inner in module.modules())
+    return is_layer(module, derived=False) and not any(
+        isinstance(inner, Operator) for inner in module.modules()
+    )
 
 
 def _stand_in(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

@@ -20,13 +20,13 @@ from torch import nn
 
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_select import LayerSelect
+from subnetact.operators.vocabulary import CACHES
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
 from subnetact.supernet.failure import failure
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
-CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
 
 CacheSignature: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -44,7 +44,7 @@ class CacheArgument:
     def of(cls, layer: nn.Module) -> CacheArgument | None:
         """Find it among the names that transformers uses."""
         parameters = list(inspect.signature(type(template_of(layer)).forward).parameters)[1:]
-        return next((cls(name, parameters.index(name)) for name in CACHE_NAMES if name in parameters), None)
+        return next((cls(name, parameters.index(name)) for name in CACHES if name in parameters), None)
 
     def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cache of one call, or None."""

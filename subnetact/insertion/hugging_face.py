@@ -22,16 +22,14 @@ from subnetact.errors import InsertError
 from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
 from subnetact.insertion.layer_vocabulary import SKIPPED, embedding_of, layer_stacks
+from subnetact.operators import vocabulary
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.operators.view_module import module_class
-from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, ROUTED, SIZES, number_of
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, DEPTHS, NEURONS, ROUTED, number_of
 from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 
-DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
-"""Fields of configurations, under their common names; models map other names to these."""
 Tensors: TypeAlias = Mapping[str, Tensor]
 Place: TypeAlias = tuple[str, int]  # a tensor and an axis
 Places: TypeAlias = Mapping[Place, int]
@@ -217,7 +215,7 @@ def _shorten(config: Any, path: str, count: int, kept: list[int]) -> None:
     """Set the number of layers of a stack, and drop what fields with one value per layer say of others."""
     fields = [f for f in DEPTHS if getattr(config, f, None) == count]
     fields = [f for f in fields if _side(f) and _side(f) in path] or [f for f in fields if not _side(f)]
-    for field in PER_LAYER:
+    for field in vocabulary.PER_LAYER:
         values = getattr(config, field, None)
         if isinstance(values, list | tuple) and len(values) == count:
             setattr(config, field, [values[i] for i in kept])
@@ -298,7 +296,7 @@ def _decided(text: Any, full: Places, small: Places, built: Callable[..., Places
     """
     decided: dict[str, set[Place]] = {}
     smaller = {place for place, size in small.items() if full[place] != size}
-    common = {text.attribute_map.get(field, field): field for field in reversed(SIZES)}.values()
+    common = {text.attribute_map.get(field, field): field for field in reversed(vocabulary.SIZES)}.values()
     for field in common if smaller else ():
         if stated := _stated(text, field):
             other = [n // 2 or 2 for n in stated] if isinstance(stated, list) else stated // 2 or 2
@@ -332,7 +330,7 @@ def _keep_head_width(text: Any, full: Any) -> None:
 
 def _side(field: str) -> str:
     """Return the part of a model that a field is for, "encoder" for example, or an empty string."""
-    return next((side for side in ("encoder", "decoder") if field.startswith(side)), "")
+    return next((side for side in ("encoder", "decoder") if side in field), "")
 
 
 def _stated(config: Any, field: str) -> Any:

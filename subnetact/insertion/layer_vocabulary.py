@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from subnetact.errors import IllegalChoice, SpecError
-from subnetact.operators.vocabulary import CONFIGURED_HEADS, EXPERTS, EXPERTS_PER_TOKEN, NEURONS, number_of
+from subnetact.operators import vocabulary
+from subnetact.operators.vocabulary import CONFIGURED_HEADS, NEURONS, number_of
 from subnetact.space import AxisValues
 from subnetact.spec import grouped, shown
 
@@ -68,17 +69,17 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     config = config.get_text_config()
     sizes = grouped((slot.axis, slot.full) for slot in slots if slot.axis != "depth")
     heads = {field: number for field in CONFIGURED_HEADS if (number := number_of(config, field)) > 1}
-    named = {"ffn": NEURONS, "experts": EXPERTS_PER_TOKEN, "pool": EXPERTS}
+    named = {"ffn": NEURONS, "experts": vocabulary.EXPERTS_PER_TOKEN, "pool": vocabulary.EXPERTS}
     stacked = {any("." in m.part for m in slot.members) for slot in slots if slot.axis == "ffn"}
     parts = {m.part for slot in slots for m in getattr(slot, "members", ())}
     # Experts beside other neurons of a layer, and mixers that keep a state, have fields of their own.
     if len(stacked) > 1 or parts & {"conv_dim", "key_dim"}:
         return None
     if stacked == {True}:
-        named["ffn"] = ("moe_intermediate_size", *NEURONS)
+        named["ffn"] = (*vocabulary.EXPERT_WIDTHS, *NEURONS)
     candidates = {axis: [{field: number_of(config, field)} for field in own] for axis, own in named.items()}
-    if groups := number_of(config, "n_group"):
-        candidates["pool"] += [{**fields, "n_group": groups} for fields in candidates["pool"]]
+    groups = {field: number for field in vocabulary.EXPERT_GROUPS if (number := number_of(config, field))}
+    candidates["pool"] += [{**fields, **groups} for fields in candidates["pool"] if groups]
     candidates |= {"heads": [heads], "stream": [{"hidden_size": number_of(config, "hidden_size")}]}
     stated = {}
     for axis, full in sorted(sizes.items()):

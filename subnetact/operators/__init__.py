@@ -7,6 +7,7 @@ Which file answers which question:
 
 - `base.py`: what every operator does (`Operator`), and one entry of a description (`Elastic`).
 - `layer_traits.py`: the one table of what is known of each class of layers; `register_layer` adds to it.
+  `operation_traits.py`: the same of functions: activations, sums, reshapes.
   `segments.py`: parts that consist of several segments.
 - `vocabulary.py`: what models call their numbers, of heads, neurons and experts for example.
 - `layer_select.py`: which layers of a stack are kept, and which of several modules is used;
@@ -36,7 +37,7 @@ Which operator makes which module elastic:
 """
 
 from subnetact.operators.attention_slice import AttentionSlice
-from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.base import OWN_SLICERS, Elastic, Operator
 from subnetact.operators.elastic_attribute import ElasticAttribute
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.operators.layer_norm_slice import LayerNormSlice
@@ -46,6 +47,9 @@ from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
 from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
 from subnetact.operators.weight_slice import WeightSlice
+
+for _operator in (WeightSlice, SubnetNorm, PerWidthNorm, LayerNormSlice, AttentionSlice):
+    OWN_SLICERS.update(dict.fromkeys(_operator.slices, _operator))
 
 __all__ = [
     "CALIBRATION_RULES",

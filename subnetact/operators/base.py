@@ -10,14 +10,13 @@ the slicing rule, and little is left to say:
         parts = ("out",)
         slices = ("bilinear",)
 
-    axes = {"weight": ("out",), "bias": ("out",)}
-    register_layer(nn.Bilinear, LayerTraits("bilinear", axes, sizes={"out": "out_features"}))
+    axes, sizes = {"weight": ("out",), "bias": ("out",)}, {"out": "out_features"}
+    register_layer(nn.Bilinear, LayerTraits("bilinear", axes, sizes, operator=BilinearSlice))
 
-`BilinearSlice.on(out="width")` describes such a layer for `insert_`, and `describe` finds it by its kind. The
-first operator of a kind stays the one that `describe` uses: a later class that names "linear" in `slices`
-changes no other model, and is chosen with `Description.override`. Files name an own operator by its module
-and class, which must be imported before they are read. Where the table does not say it all, an operator
-overrides methods of the contract below. Everything that `tensors` and `attributes` return must
+`BilinearSlice.on(out="width")` describes such a layer for `insert_`, and `describe` uses the operator for it.
+A class that is only defined changes no model; `Description.override` chooses it. Files name an own operator
+by its module and class, which must be imported before they are read. Where the table does not say it all, an
+operator overrides methods of the contract below. Everything that `tensors` and `attributes` return must
 depend on `sizes` alone, because subnets of equal sizes share their tensors, and training needs gradients
 through `tensors`. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
 
@@ -80,12 +79,14 @@ class Elastic:
         return f"{self.operator.__name__}({', '.join(f'{k}={v}' for k, v in self.follows.items())})"
 
 
-_SLICERS: dict[str, type[Operator]] = {}
+OWN_SLICERS: dict[str, type[Operator]] = {}
+"""The operators of the library by the kinds of layers that they slice; `operators/__init__.py` lists them."""
 
 
 def slicer_of(layer: nn.Module) -> type[Operator] | None:
     """Return the operator that slices a layer if a description names no other; None if there is none."""
-    return _SLICERS.get(traits_of(layer).kind)
+    traits = traits_of(layer)
+    return traits.operator or OWN_SLICERS.get(traits.kind)
 
 
 class ReadThrough(nn.Module):
@@ -134,10 +135,7 @@ class Operator(ReadThrough):
     """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
     slices: ClassVar[tuple[str, ...]] = ()
-    """The kinds of layers (`LayerTraits.kind`) that this operator slices if a description names no other.
-
-    A kind that another operator slices already keeps it; then a description has to name this one.
-    """
+    """The kinds of layers (`LayerTraits.kind`) that this operator slices. If empty, it decides in `check`."""
 
     segmented: ClassVar[tuple[str, ...]] = ()
     """Those of `parts` that a description may give as `Segments`."""
@@ -158,12 +156,6 @@ class Operator(ReadThrough):
 
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for kind in cls.__dict__.get("slices", ()):
-            if repr(_SLICERS.setdefault(kind, cls)) == repr(cls):  # A notebook defines a class again.
-                _SLICERS[kind] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""

@@ -12,13 +12,16 @@ from typing import Any
 
 from torch import nn
 
+from subnetact.operators.operation_traits import BY_CALL
+from subnetact.operators.view_module import module_class
+
 
 @dataclass(frozen=True)
 class LayerTraits:
     """What the library knows of one class of layers.
 
     Attributes:
-        kind: what the layer is. The operator that slices it by default names this kind in `slices`.
+        kind: what the layer is, in the words of `Operator.slices`.
         axes: parameter or buffer -> the part of the operator that each of its first axes belongs to. Further
             axes belong to none.
         sizes: part -> the attribute of the layer that holds its size.
@@ -29,6 +32,8 @@ class LayerTraits:
         finite: whether finite inputs give finite outputs, unless they overflow.
         transparent: whether the layer may lie on the shortcut of a residual block.
         reads_children: whether the forward reads the weights of its submodules itself.
+        operator: what slices the layer if a description names no other operator. If None, it is the one of
+            the library for this kind.
     """
 
     kind: str = "unknown"
@@ -40,6 +45,7 @@ class LayerTraits:
     finite: bool = False
     transparent: bool = False
     reads_children: bool = False
+    operator: Any = None
 
 
 def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
@@ -62,13 +68,14 @@ _BATCH_NORM = _norm_of_channels("batch norm", "channels")
 _CHANNEL_NORM = _norm_of_channels(CHANNEL_NORM, "features")
 _PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
-_ACTIVATION = LayerTraits("activation", finite=True)
-_PLAIN_ACTIVATION = LayerTraits("activation", finite=True, transparent=True)
-_POOL = LayerTraits("pool", finite=True)
-_RESHAPE = LayerTraits("reshape", finite=True)
 _IN_PROJECTION = {"in_proj_weight": ("out", "in_"), "in_proj_bias": ("out",)}
 
 _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
+    **{
+        call: LayerTraits(operation.kind, finite=operation.finite, transparent=operation.transparent)
+        for call, operation in BY_CALL.items()
+        if isinstance(call, type) and issubclass(call, nn.Module)
+    },
     nn.Linear: _matrix("linear", "out_features", "in_features"),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _matrix("convolution", "out_channels", "in_channels")),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TRANSPOSED),
@@ -84,28 +91,42 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     nn.GroupNorm: replace(_NORM, sizes={"features": "num_channels"}),
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _CHANNEL_NORM),
     "torchvision.ops.misc.FrozenBatchNorm2d": replace(_CHANNEL_NORM, sizes={}),
-    **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),
-    **dict.fromkeys((nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh), _ACTIVATION),
-    **dict.fromkeys((nn.LeakyReLU, nn.PReLU, nn.ELU, nn.Mish, nn.Softmax), _ACTIVATION),
-    **dict.fromkeys((nn.Identity, nn.Dropout), LayerTraits("identity", finite=True, transparent=True)),
-    nn.Dropout2d: LayerTraits("identity", finite=True),
-    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), _POOL),
-    **dict.fromkeys((nn.Flatten, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle), _RESHAPE),
     **dict.fromkeys((nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict), _CONTAINER),
     **dict.fromkeys((nn.ParameterList, nn.ParameterDict), _CONTAINER),
 }
 """The one table: class of layers, or its full name if the class is of an optional package -> its traits."""
 
 
-def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> LayerTraits:
-    """Return the traits of a layer, or of a class, which may be `derived` from one in the table."""
-    given: Any = layer if isinstance(layer, type) else type(layer)
-    for cls in given.__mro__ if derived else (given,):
-        found = _TRAITS.get(cls) or _TRAITS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if found is not None:
-            # A class that is derived from nn.Module alone may be anything, and not a container.
-            return _UNKNOWN if cls is nn.Module and given is not nn.Module else found
-    return _UNKNOWN
+def _entry(cls: Any) -> tuple[type[nn.Module], LayerTraits]:
+    """Return the class in the table from which a class has its traits, and what the table says of it."""
+    named = (
+        (base, _TRAITS.get(base) or _TRAITS.get(f"{base.__module__}.{base.__qualname__}"))
+        for base in cls.__mro__
+    )
+    return next(((base, traits) for base, traits in named if traits is not None), (nn.Module, _UNKNOWN))
+
+
+def traits_of(layer: nn.Module | type[nn.Module]) -> LayerTraits:
+    """Return the traits of a layer, or of a class of layers, which may be derived from one in the table."""
+    cls: Any = layer if isinstance(layer, type) else type(layer)
+    base, traits = _entry(cls)
+    # A class that is derived from nn.Module alone may be anything, and not a container.
+    return _UNKNOWN if base is nn.Module and cls is not nn.Module else traits
+
+
+def runs_as(layer: nn.Module, cls: type[nn.Module] | None = None) -> bool:
+    """Tell whether a layer runs the forward of a class, by default of that from which it has its traits."""
+    own, base = type(layer), cls or _entry(type(layer))[0]
+    parts = ("forward", "_conv_forward")
+    return all(getattr(own, part, None) is getattr(base, part, None) for part in parts)
+
+
+def is_layer(module: nn.Module, derived: bool = True) -> bool:
+    """Tell whether a module is a layer of PyTorch, or of a class that is `derived` from one."""
+    cls = module_class(module)
+    classes = cls.__mro__ if derived else (cls,)
+    of_torch = (base for base in classes if base.__module__.startswith("torch.nn."))
+    return any(_TRAITS.get(base) is not _CONTAINER for base in of_torch)
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
@@ -125,6 +146,6 @@ def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:
 
     Args:
         cls: the class; classes derived from it have the same traits.
-        traits: its axes and the rest. An operator that names their `kind` in `slices` slices such layers.
+        traits: its axes and the rest, and the `operator` that slices such layers.
     """
     _TRAITS[cls] = traits

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators.actuation import Actuation, Run
 from subnetact.operators.base import Operator
+from subnetact.operators.layer_traits import runs_as
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
@@ -23,8 +24,6 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 
 _STATISTICS = ("running_mean", "running_var")
 _NO_STATISTICS = dict.fromkeys((*_STATISTICS, "num_batches_tracked"))
-_READING_THE_BATCH = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
-"""The forwards that need no statistics in training."""
 
 
 class SubnetNorm(Operator):
@@ -172,7 +171,7 @@ class SubnetNorm(Operator):
         training, names = self.training, self.statistics_names(row)
         sizes, attributes = self.sizes_of(row)
         moves = training and (run.is_largest or names != self.statistics_names(actuation.largest.row))
-        if training and not moves and type(self.shell).forward in _READING_THE_BATCH:
+        if training and not moves and runs_as(self.shell):
             module = called_module(self, self.tensors(sizes), dict(_NO_STATISTICS), self._modules, attributes)
             vars(module)["track_running_stats"] = False
             return module

@@ -6,7 +6,9 @@ some attentions use the latter for the former. `LATENT` is in the names of layer
 share, from which others make queries, keys and values. `EXPERT_WIDTHS` are names of modules with weights of
 experts, for the neurons of one. The numbers of `ROUTED` are those of routers and of what is beside them; some
 routers choose groups of experts first. `SIZES` are the fields of configurations that may differ in a subnet.
-`FEATURES` are the numbers that models of timm state of what reaches their heads.
+`FEATURES` are the numbers that models of timm state of what reaches their heads, `DEPTHS` those of layers.
+`PER_LAYER` are fields with one value per layer, under their common names, and `CACHES` the arguments of
+layers that take a key-value cache.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ SIZES = (
     "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 
+DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 FEATURES = ("num_features", "head_hidden_size", "embed_dim", "in_features", "hidden_size", "feature_dim")
 
 

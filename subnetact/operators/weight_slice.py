@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
+from subnetact.operators.layer_traits import runs_as
 from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LowConv, LowConv1D, LowLinear
 from subnetact.operators.weight_runs import runs_of
 from subnetact.space import SizeRow
@@ -110,7 +111,7 @@ class WeightSlice(Operator):
 
     def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return what every operator does, or the runs of the weight of a linear layer that is not packed."""
-        if not self.packs and bits == FLOAT_BITS and type(self.template).forward is nn.Linear.forward:
+        if not self.packs and bits == FLOAT_BITS and runs_as(self.template, nn.Linear):
             runs = runs_of(self.get_parameter("weight"), *self.kept_parts(sizes))
             if len(runs) > 1:
                 return {**runs, **self.sliced(sizes, {"bias": self._parameters["bias"]})}
@@ -119,10 +120,9 @@ class WeightSlice(Operator):
     def low_mixin(self) -> type[Low] | None:
         """Return the forward at a lower precision of a linear layer, a convolution or a `Conv1D`."""
         module: Any = self.template
-        forward = type(module).forward
-        if forward is nn.Linear.forward:
+        if runs_as(module, nn.Linear):
             return LowLinear
-        if forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward:
+        if runs_as(module, nn.Conv2d):
             padded = any(module._reversed_padding_repeated_twice) and module.padding_mode != "zeros"
             return None if module.groups > 1 or padded else LowConv
-        return LowConv1D if forward.__module__ == _CONV1D else None
+        return LowConv1D if type(module).forward.__module__ == _CONV1D else None

@@ -18,8 +18,8 @@ Which file answers which question:
 - `chain.py`: whether every layer of a stack gets what the one before it returned.
 - `precision.py`: which modules run at the precision of the subnet, and how far they are off.
 - `batches.py`: what a network is called with.
-- `trace.py`: how a view's forward becomes a `torch.fx` graph; `elementwise.py`: which of its nodes are
-  activations, sums and products.
+- `trace.py`: how a view's forward becomes a `torch.fx` graph; `elementwise.py`: which of its nodes
+  compute every element by itself, and which write over their operands.
 """
 
 from subnetact.supernet.check import CheckReport

@@ -1,91 +1,70 @@
-"""Activations, sums and products in a traced graph, recognised however the network writes them."""
+"""Nodes of a traced graph: which compute every element by itself, and which write over their operands."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from torch.fx.graph import inplace_methods
 
+from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.operation_traits import OperationTraits, calls_of, operation_of
+from subnetact.operators.operation_traits import spellings as spellings
 from subnetact.operators.view_module import HOOKS, module_class
 
-
-@dataclass(frozen=True, eq=False)
-class Elementwise:
-    """An operation on every element, computed into a `new` tensor or `over` its first argument."""
-
-    name: str
-    new: Callable[..., Tensor]
-    over: Callable[..., Tensor]
-
-    def __call__(self, args: Sequence[Any], over: bool) -> Any:
-        """Compute the result, over the first operand if `over` allows it and shape, dtype and device fit."""
-        first, *others = args
-        if over and not others:
-            return self.over(first)
-        fits = isinstance(first, Tensor) and all(
-            isinstance(other, int | float) or _fits(other, first) for other in others
-        )
-        return self.over(*args) if over and fits else self.new(*args)
-
-
-def _fits(tensor: Tensor, whole: Tensor) -> bool:
-    """Tell whether a tensor can be broadcast to another one, over which the result may be written."""
-    ends = zip(reversed(tensor.shape), reversed(whole.shape), strict=False)
-    alike = tensor.dtype == whole.dtype and tensor.device == whole.device
-    return alike and tensor.dim() <= whole.dim() and all(a in (1, b) for a, b in ends)
-
-
-def spellings(*names: str) -> frozenset[Any]:
-    """Return the functions of torch and of `operator` with some names, in place or not, and methods."""
-    both = [*names, *(f"{name}_" for name in names)]
-    functions = {getattr(home, name, None) for home in (operator, torch, F) for name in both}
-    return frozenset({f for f in functions if callable(f)}.union(n for n in both if hasattr(Tensor, n)))
-
-
-ADDITIONS = spellings("add", "iadd")
-PRODUCTS = spellings("mul", "imul")
-_gelu_ = torch.ops.aten.gelu_.default
-_GELU = {
-    way: Elementwise("gelu", partial(F.gelu, approximate=way), partial(_gelu_, approximate=way))
-    for way in ("none", "tanh")
-}
-_ACTIVATIONS = {
-    nn.ReLU: Elementwise("relu", torch.relu, torch.relu_),
-    nn.ReLU6: Elementwise("relu6", F.relu6, partial(F.relu6, inplace=True)),
-    nn.SiLU: Elementwise("silu", F.silu, partial(F.silu, inplace=True)),
-    nn.Hardswish: Elementwise("hardswish", F.hardswish, partial(F.hardswish, inplace=True)),
-}
-_UNARY = {call: each for each in _ACTIVATIONS.values() for call in spellings(each.name)}
-_BINARY = {
-    **dict.fromkeys(ADDITIONS, Elementwise("add", operator.add, operator.iadd)),
-    **dict.fromkeys(PRODUCTS, Elementwise("multiply", operator.mul, operator.imul)),
-}
+ADDITIONS = calls_of("addition")
+PRODUCTS = calls_of("product")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether a module has hooks of its own, which run with its calls."""
-    return any(module.__dict__[name] for name in HOOKS)
+    """Tell whether a module has hooks, or a forward that a tool has bound to it, which run with its calls."""
+    return "forward" in module.__dict__ or any(module.__dict__[name] for name in HOOKS)
 
 
-def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise | None:
+def elementwise(node: fx.Node | None, leaves: Mapping[str, nn.Module]) -> OperationTraits | None:
     """Return the operation of a node of a graph; None for anything else, and for modules with hooks."""
-    target = node.target
+    if node is None:
+        return None
+    call: Any = node.target
+    settings: Mapping[str, Any] = node.kwargs
     if node.op == "call_module":
-        module: Any = leaves[str(target)]
-        if has_hooks(module) or len(node.args) != 1 or node.kwargs:
+        module = leaves[str(call)]
+        if has_hooks(module) or node.kwargs:
             return None
-        cls = module_class(module)
-        return _GELU.get(module.approximate) if cls is nn.GELU else _ACTIVATIONS.get(cls)
-    if target is F.gelu and len(node.args) == 1:
-        return _GELU.get(str(node.kwargs.get("approximate", "none")))
-    if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
-        return _UNARY.get(target)
-    if len(node.args) == 2 and not node.kwargs and isinstance(node.args[0], fx.Node):
-        return _BINARY.get(target)
+        call, settings = module_class(module), module.__dict__
+    elif settings.keys() - {"inplace", "approximate"}:
+        return None
+    operation = operation_of(call, settings.get("approximate", "none"))
+    operands = 1 if operation.kind == "activation" else 2
+    fits = len(node.args) == operands and isinstance(node.args[0], fx.Node)
+    return operation if operation.new is not None and fits else None
+
+
+def writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a node may write over one of its operands."""
+    if node.op == "call_module":
+        return bool(getattr(leaves[str(node.target)], "inplace", False))
+    name = getattr(node.target, "__name__", str(node.target))
+    in_place = name in inplace_methods or (name.endswith("_") and not name.endswith("__"))
+    return in_place or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def is_fresh(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether nothing but the node refers to the memory of its output."""
+    if elementwise(node, leaves) is not None:
+        return True
+    module = leaves[str(node.target)] if node.op == "call_module" else None
+    return module is not None and traits_of(module).fresh and not has_hooks(module)
+
+
+def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
+    """Return the first node, in words, that may overwrite a value which others read later."""
+    for node in nodes:
+        if not writes(node, leaves):
+            continue
+        before = node.args[0] if node.args else None
+        alone = isinstance(before, fx.Node) and len(before.users) == 1
+        if elementwise(node, leaves) is None or not alone or not is_fresh(before, leaves):  # type: ignore[arg-type]
+            return f"{node.op} {node.target}"
     return None

@@ -61,7 +61,7 @@ def _operator(module: nn.Module, path: str) -> Operator | None:
     """Return an operator for a module that keeps its full size in every subnet, if there can be one."""
     traits, slicer = traits_of(module), slicer_of(module)
     given = {n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-    if slicer is None or path == "" or traits.kind == "attention" or not given <= set(traits.axes):
+    if slicer is None or path == "" or traits.reads_children or not given <= set(traits.axes):
         return None
     return slicer(module, path, {})
 

@@ -13,12 +13,15 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.layer_traits import is_layer
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.operators.view_module import mix_in_, module_class
+from subnetact.operators.view_module import mix_in_
 
-_KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-_KNOWN_METHODS = ("dim", "size", "numel", "is_floating_point", "__len__")
+_KNOWN = (
+    *("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout"),
+    *("dim", "size", "numel", "is_floating_point", "__len__"),
+)
+"""Attributes and methods that say the same of a tensor in a trace as in a call."""
 
 
 class RecordedCall:
@@ -29,6 +32,33 @@ class RecordedCall:
         return self.recorder(args, kwargs)
 
 
+class TensorTracer(GraphAppendingTracer):
+    """Records into a graph, which gets tensors by their names in `tensors`; if None, they are constants."""
+
+    def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor] | None) -> None:
+        super().__init__(graph)
+        self.tensors = tensors
+        self._nodes: dict[Any, fx.Node] = {}
+
+    def create_arg(self, a: Any) -> Any:
+        """Convert a value to an argument of a node; a tensor may be the weight of a leaf."""
+        if self.tensors is None or not isinstance(a, Tensor):
+            return super().create_arg(a)
+        return self.named(f"subnetact_tensor_{len(self.tensors)}", a, self.tensors)
+
+    def named(self, name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> fx.Node:
+        """Return a node for a tensor, which has this name if it has none so far."""
+        name = next((known for known, other in tensors.items() if other is tensor), name)
+        tensors[name] = tensor
+        return self.once(name, "get_attr", name)
+
+    def once(self, key: Any, kind: str, target: str, *args: Any) -> fx.Node:
+        """Return the one node of a key."""
+        if key not in self._nodes:
+            self._nodes[key] = self.create_node(kind, target, args, {})
+        return self._nodes[key]
+
+
 class _TensorProxy(fx.Proxy):
     """Stands for a parameter or buffer of the view in a trace. Its shape and dtype are known values."""
 
@@ -37,7 +67,7 @@ class _TensorProxy(fx.Proxy):
         self.tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name in _KNOWN or name in _KNOWN_METHODS:
+        if name in _KNOWN:
             return getattr(self.tensor, name)
         return super().__getattr__(name)
 
@@ -45,21 +75,14 @@ class _TensorProxy(fx.Proxy):
         return len(self.tensor)
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a layer of PyTorch, or of a class that is derived from one."""
-    of_torch = (cls for cls in module_class(module).__mro__ if cls.__module__.startswith("torch.nn."))
-    return any(traits_of(cls, derived=False).kind != "container" for cls in of_torch)
-
-
 def trace_(
     view: nn.Module,
-    is_leaf: Callable[[nn.Module], bool] = lambda _: False,
-    looks_inside: Callable[[nn.Module], bool] = lambda _: False,
+    is_leaf: Callable[[nn.Module], bool] = is_layer,
     tensors: dict[str, Tensor] | None = None,  # receives those that forwards read; else they are constants
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view, which nobody else may use meanwhile, and its leaves by name."""
     graph = fx.Graph()
-    tracer = GraphAppendingTracer(graph)
+    tracer = TensorTracer(graph, tensors)
     leaves: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
     replaced: list[tuple[nn.Module, str, Any]] = []
@@ -67,8 +90,7 @@ def trace_(
     for path, module in view.named_modules():
         if inside and path.startswith(inside):
             continue
-        wanted = is_leaf(module) or (is_layer(module) and not looks_inside(module))
-        if path and wanted and not isinstance(module, SkippedLayer):  # An identity leaves no call.
+        if path and is_leaf(module) and not isinstance(module, SkippedLayer):  # An identity leaves no call.
             leaves[path] = module
             inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others
         else:
@@ -80,8 +102,10 @@ def trace_(
                 own = module.__dict__[registry]
                 if own and tensors is not None:
                     replaced.append((module, registry, own))
-                    proxies = {n: _proxy(tracer, path, n, t, tensors) for n, t in own.items()}
-                    object.__setattr__(module, registry, proxies)
+                    place = f"{path}." if path else ""
+                    nodes = {n: tracer.named(place + n, t, tensors) for n, t in own.items() if t is not None}
+                    proxies = {n: _TensorProxy(node, tracer, own[n]) for n, node in nodes.items()}
+                    object.__setattr__(module, registry, {**own, **proxies})
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
             replaced.append((leaf, "__class__", type(leaf)))
@@ -90,36 +114,9 @@ def trace_(
         if not isinstance(output, fx.Proxy):
             raise TypeError(f"the network returns {type(output).__name__}, not one tensor")
         graph.output(output.node)
-        if tensors is not None:
-            _name_tensors(graph, tensors)
     finally:
         for leaf in leaves.values():
             vars(leaf).pop("recorder", None)
         for module, name, former in replaced:
             object.__setattr__(module, name, former)
     return graph, leaves
-
-
-def _name_tensors(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
-    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names."""
-    names = {id(tensor): name for name, tensor in tensors.items()}
-
-    def named(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        name = names.setdefault(id(value), f"subnetact_tensor_{len(names)}")
-        tensors[name] = value
-        return graph.get_attr(name)
-
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), named)
-
-
-def _proxy(tracer: Any, path: str, name: str, tensor: Tensor | None, tensors: dict[str, Tensor]) -> Any:
-    if tensor is None:
-        return None
-    target = f"{path}.{name}" if path else name
-    tensors[target] = tensor
-    node = tracer.graph.create_node("get_attr", target, (), {})
-    return _TensorProxy(node, tracer, tensor)

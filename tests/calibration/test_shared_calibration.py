@@ -184,6 +184,7 @@ UNUSUAL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | None
     "sizes": (lambda self, x: F.interpolate(x, size=(x.shape[-1] * 2, x.shape[-2] + 1)), None),
     "pooled": (lambda self, x: x * F.avg_pool2d(x, x.shape[-1], 1).sigmoid(), None),
     "concatenated": (lambda self, x: torch.cat([x[:, :3], x[:, 3:].neg()], dim=1), None),
+    "formulas": (lambda self, x: F.gelu(x) * F.gelu(x, approximate="tanh"), None),
     "kept": (lambda self, x: x + self.act(self.conv2(x)) * x.mean((2, 3), keepdim=True), None),
     "read again": (_written_and_read_again, "writes over"),
     "through a view": (_written_through_a_view, "writes over"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.engine.packed_conv import PackedConv
-from subnetact.supernet.elementwise import Elementwise
+from subnetact.operators.operation_traits import operation_of
 
 
 def test_a_convolution_is_packed_while_another_one_is() -> None:
@@ -43,7 +43,7 @@ def test_a_pointwise_convolution_adds_and_activates_at_every_size(
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2)
     x, other = (torch.randn(2, c, pixels, pixels).to(memory_format=torch.channels_last) for c in (6, 10))
-    relu = Elementwise("relu", torch.relu, torch.relu_)
+    relu = operation_of(torch.relu)
     with torch.inference_mode():
         expected = norm(conv(x)) if overwrite is None else norm(conv(x)) + other
         packed = PackedConv(conv, norm, relu)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from subnetact.operators import AttentionSlice, LayerNormSlice, SubnetNorm, WeightSlice
 from subnetact.operators.base import slicer_of
-from subnetact.operators.layer_traits import LayerTraits, traits_of
+from subnetact.operators.layer_traits import is_layer, runs_as, traits_of
 
 
 class Wider(nn.Conv2d):
     """A layer that is derived from one of the table."""
 
 
-def test_a_derived_class_has_the_traits_of_its_base_unless_the_class_itself_is_asked_for() -> None:
+class Other(nn.Conv2d):
+    """A layer with a convolution of its own."""
+
+    def _conv_forward(self, *_: Tensor | None) -> Tensor:
+        return torch.zeros(1)
+
+
+def test_a_derived_class_has_the_traits_of_its_base_and_may_have_another_forward() -> None:
     assert traits_of(Wider) == traits_of(nn.Conv2d(1, 1, 1))
-    assert traits_of(Wider, derived=False) == LayerTraits()
+    assert traits_of(Other) == traits_of(Wider)
+    assert [runs_as(cls(1, 1, 1)) for cls in (nn.Conv2d, Wider, Other)] == [True, True, False]
+    assert runs_as(nn.BatchNorm1d(2), nn.BatchNorm2d)
+    assert not runs_as(nn.SyncBatchNorm(2), nn.BatchNorm2d)
+    assert [is_layer(m) for m in (Wider(1, 1, 1), nn.LSTM(1, 1), nn.Sequential())] == [True, True, False]
+    assert not is_layer(Wider(1, 1, 1), derived=False)
     assert traits_of(nn.Module).kind == traits_of(nn.Sequential()).kind == "container"
     assert traits_of(type("Own", (nn.Module,), {})).kind == "unknown"
 

@@ -47,6 +47,7 @@ register_layer(
         mixes=True,
         fresh=True,
         finite=True,
+        operator=GatedSlice,
     ),
 )
 

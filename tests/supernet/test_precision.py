@@ -31,10 +31,10 @@ from subnetact.errors import (
 )
 from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table, lowered_weight
 from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
+from subnetact.operators.operation_traits import operation_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import Axis, SubnetSpace
-from subnetact.supernet.elementwise import Elementwise
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
 
@@ -662,7 +662,7 @@ def test_packed_int8_convolutions_equal_those_of_the_view() -> None:
         norm = nn.BatchNorm2d(conv.out_channels).eval()
         for tensor in (norm.weight, norm.bias, norm.running_mean):
             nn.init.normal_(tensor)
-        packed, plain = Int8Conv(conv, norm, Elementwise("relu", torch.relu, torch.relu_)), Int8Conv(conv)
+        packed, plain = Int8Conv(conv, norm, operation_of(torch.relu)), Int8Conv(conv)
         for n, scale in ((1, 1.0), (4, 30.0)):
             x = torch.randn(n, conv.in_channels, 8, 8) * scale
             x = x.contiguous(memory_format=torch.channels_last)

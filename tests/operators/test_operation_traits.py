@@ -1,0 +1,110 @@
+"""The one table of functions: what a row says holds in every spelling, and nothing else lists its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import subnetact
+from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.operation_traits import BY_CALL, OPERATIONS, OperationTraits, operation_of, spellings
+from subnetact.supernet.elementwise import elementwise, writes
+
+ACTIVATIONS = [names for names, traits in OPERATIONS.items() if traits.kind == "activation" and traits.new]
+
+
+def node_of(call: Any, **settings: Any) -> fx.Node:
+    graph = fx.Graph()
+    op = "call_method" if isinstance(call, str) else "call_function"
+    return graph.create_node(op, call, (graph.placeholder("x"),), settings)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_row_is_all_that_an_activation_needs(name: str) -> None:
+    x, calls = torch.linspace(-9, 9, 41), spellings(name)
+    traits = operation_of(getattr(F, name))
+    expected = getattr(F, name)(x)
+    assert torch.equal(traits([x], over=False), expected)
+    over = x.clone()
+    assert traits([over], over=True).data_ptr() == over.data_ptr()
+    assert torch.equal(over, expected)
+    assert traits([torch.tensor([-1e30, 1e30])], over=False).isfinite().all() == traits.finite
+    (layer,) = (call for call in calls if isinstance(call, type))
+    assert torch.equal(layer()(x), expected)
+    assert (traits_of(layer).finite, traits_of(layer).transparent) == (traits.finite, traits.transparent)
+    for call in calls - {layer}:
+        node = node_of(call)
+        assert elementwise(node, {}) is traits
+        assert writes(node, {}) == getattr(call, "__name__", str(call)).endswith("_")
+    graph = fx.Graph()
+    for inplace in (False, True):
+        module = layer() if name == "gelu" else layer(inplace=inplace)
+        node = graph.call_module("act", (graph.placeholder("x"),))
+        assert elementwise(node, {"act": module}) is traits
+        assert writes(node, {"act": module}) == getattr(module, "inplace", False)
+
+
+def test_settings_hooks_and_derived_layers_make_another_operation() -> None:
+    tanh = elementwise(node_of(F.gelu, approximate="tanh"), {})
+    assert tanh is not None
+    assert tanh is operation_of(nn.GELU, "tanh") is not operation_of(nn.GELU)
+    x = torch.randn(9)
+    assert torch.equal(tanh([x.clone()], over=True), F.gelu(x, approximate="tanh"))
+    assert elementwise(node_of(F.leaky_relu), {}) is None
+    hooked, bound, derived = nn.ReLU(), nn.ReLU(), type("Own", (nn.ReLU,), {})()
+    hooked.register_forward_hook(lambda *_: None)
+    bound.forward = lambda x: x + 1  # type: ignore[method-assign]
+    graph = fx.Graph()
+    node = graph.call_module("act", (graph.placeholder("x"),))
+    assert [elementwise(node, {"act": act}) for act in (hooked, bound, derived)] == [None] * 3
+
+
+def test_no_function_stands_in_two_rows() -> None:
+    names = [name for row in OPERATIONS for name in row.split()]
+    assert len(names) == len(set(names))
+    assert sum(len(spellings(*row.split())) for row in OPERATIONS) + 2 == len(BY_CALL)
+    assert operation_of("no such function").kind == OperationTraits().kind
+    assert not operation_of(torch.log).finite
+
+
+class Activated(nn.Module):
+    """Convolutions; what a user or a tool does to the first one is `change`."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        change(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.last(F.relu(self.first(x))))
+
+
+def bind_forward(layer: Any) -> None:
+    """Do as tools do that wrap the forward of one layer."""
+    former = layer.forward
+    layer.forward = lambda x: former(x).clamp(max=0.25)
+
+
+def make_nan(layer: Any) -> None:
+    """Let a hook make NaN of zeros, which the output for an image of zeros consists of."""
+    nn.init.zeros_(layer.bias)
+    layer.register_forward_hook(lambda _, args, output: output * output / output)
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+@pytest.mark.parametrize("change", [bind_forward, make_nan])
+def test_programs_run_what_tools_have_put_into_a_layer(change: Any) -> None:
+    torch.manual_seed(0)
+    network, x = Activated(change).eval(), torch.randn(2, 3, 8, 8)
+    axis = subnetact.Axis.uniform("width", ["all"], [8])
+    space = subnetact.SubnetSpace("changed", [axis], lambda v: {"width": v["width"][0]})
+    x[1] = 0
+    expected = network(x)
+    supernet = subnetact.insert_(network, space, {})
+    engine = subnetact.Engine(supernet, [space.largest()], example=x[:1], memory_budget_mb=64)
+    assert engine.pin(0)
+    torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
