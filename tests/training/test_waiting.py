@@ -1,0 +1,101 @@
+"""What a GPU is waited for: not for every subnet, nor for every batch of an evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distilled import labelled, new_supernet
+from small_decoders import small_decoder
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import subnetact
+from subnetact.supernet.supernet import Supernet
+from subnetact.training import distill_
+
+ATEN = torch.ops.aten
+WAITS = (
+    ATEN._local_scalar_dense.default,
+    ATEN.nonzero.default,
+    ATEN.equal.default,
+    ATEN.masked_select.default,
+)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what a GPU would be waited for, `waits`, and the copies of some tensors, `copies`."""
+
+    def __init__(self, watched: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+        self.watched = {tensor.data_ptr() for tensor in watched or ()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = func in (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default) and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        self.counts["waits"] += func in WAITS or masks
+        self.counts["copies"] += func is ATEN.clone.default and args[0].data_ptr() in self.watched
+        return func(*args, **(kwargs or {}))
+
+
+def images() -> tuple[Supernet, list[Any], dict[str, Any]]:
+    batches = [(x, torch.where(torch.arange(16) % 3 == 0, -100, y)) for x, y in labelled(3, 1)]
+    return new_supernet(), batches, {}
+
+
+def texts() -> tuple[Supernet, list[Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    supernet = subnetact.insert_(small_decoder("LlamaConfig"), example={**batch}, axes=("ffn",))
+    return supernet, [{**batch, "input_ids": ids.roll(i, 1)} for i in range(3)], {"task": "tokens"}
+
+
+@pytest.mark.parametrize("make", [images, texts])
+@pytest.mark.parametrize("distillation", [1.0, 0.5])
+def test_a_step_waits_once_however_many_subnets_it_trains(
+    make: Callable[[], tuple[Supernet, list[Any], dict[str, Any]]], distillation: float
+) -> None:
+    waits = set()
+    for number in (0, 6):
+        supernet, batches, options = make()
+        options |= {"random_subnets": number, "distillation": distillation, "progress": False}
+        with Calls() as calls:
+            distill_(supernet, batches[:2], held_out=batches[2:], steps=4, importance=None, **options)
+        waits.add(calls.counts["waits"])
+    assert len(waits) == 1
+
+
+def test_running_statistics_are_not_copied_in_every_step() -> None:
+    copies = set()
+    for steps in (2, 6):
+        supernet = new_supernet()
+        running = [norm.get_buffer("running_mean") for norm in supernet.norm_operators().values()]
+        with Calls(running) as calls:
+            distill_(
+                supernet,
+                labelled(2, 1),
+                held_out=labelled(1, 2),
+                steps=steps,
+                random_subnets=0,
+                progress=False,
+            )
+        copies.add(calls.counts["copies"])
+    assert len(copies) == 1
+
+
+def test_an_evaluation_waits_once_per_subnet(digits: Supernet) -> None:
+    batches = [(torch.randn(4, 1, 16, 16), torch.arange(4)) for _ in range(5)]
+    specs = [digits.space.smallest(), digits.space.largest()]
+    waits = set()
+    for count in (1, 5):
+        with Calls() as calls:
+            subnetact.evaluate(digits, specs, batches[:count], progress=False)
+        waits.add(calls.counts["waits"])
+    assert len(waits) == 1
