@@ -48,7 +48,7 @@ class Bound:
 
     @cached_property
     def reads(self) -> list[Tensor]:
-        """The tensors that the view reads; of a packed copy those that it is made of, which are never late."""
+        """The tensors that the view reads; what a packed copy is made of, for that is never late."""
         row = self.statistics_row
         found: list[Any] = [*self.view.parameters(), *([] if row is None else [row.flat])]
         for module in self.view.modules():
