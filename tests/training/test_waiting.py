@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subnetact
+from subnetact.operators.tensor_version import changes_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import distill_
 
@@ -106,3 +107,12 @@ def test_an_evaluation_reads_one_number_per_subnet(digits: Supernet, monkeypatch
     monkeypatch.setattr(Tensor, "__int__", lambda tensor: read.append(tensor) or tensor.tolist())
     subnetact.evaluate(digits, specs, batches, progress=False)
     assert len(read) == len(specs)
+
+
+def test_a_compiled_fused_step_counts_as_a_change() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    torch.autograd.backward(layer(torch.randn(2, 4)).sum())
+    before = changes_of(layer.parameters())
+    torch.compile(optimizer.step, backend="aot_eager")()
+    assert changes_of(layer.parameters()) > before
