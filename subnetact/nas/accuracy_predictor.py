@@ -156,6 +156,6 @@ class AccuracyPredictor:
                 f"{features.shape}; use the encoding and the space it was trained with"
             )
         if isinstance(self.network, Surrogate):
-            return float(self.network.predict(features[None])[0])
+            return float(self.network.predict(features[None].astype(np.float64))[0])
         with torch.inference_mode():
             return 100.0 * float(self.network(torch.from_numpy(features)))

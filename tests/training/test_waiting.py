@@ -26,11 +26,11 @@ WAITS = (
 )
 
 
-class Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what a GPU would be waited for, `waits`, and the copies of some tensors, `copies`."""
 
     def __init__(self, watched: list[Tensor] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counter[str]()
         self.watched = {tensor.data_ptr() for tensor in watched or ()}
 
@@ -56,7 +56,7 @@ class Words(nn.Module):
         self.words, self.inner, self.head = nn.Embedding(50, 8), nn.Linear(8, 32), nn.Linear(32, 50)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(self.words(x)).relu())
+        return self.head(self.inner(self.words(x)).relu())  # type: ignore[no-any-return]
 
 
 def texts() -> tuple[Supernet, list[Any], dict[str, Any]]:
@@ -104,7 +104,12 @@ def test_an_evaluation_reads_one_number_per_subnet(digits: Supernet, monkeypatch
     specs = [digits.space.smallest(), digits.space.largest()]
     subnetact.calibrate(digits, specs, [batches[0][0]])
     read = list[Tensor]()
-    monkeypatch.setattr(Tensor, "__int__", lambda tensor: read.append(tensor) or tensor.tolist())
+
+    def counting(tensor: Tensor) -> int:
+        read.append(tensor)
+        return tensor.tolist()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Tensor, "__int__", counting)
     subnetact.evaluate(digits, specs, batches, progress=False)
     assert len(read) == len(specs)
 
