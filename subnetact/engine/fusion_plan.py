@@ -45,13 +45,11 @@ from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.files.fork import new_lock
-from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import SHOW_AFTER_S
-from subnetact.supernet.generation import is_counter
 from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
 
@@ -207,7 +205,7 @@ class Plan:
         """Return the ids whose programs do not match the weights although they look fresh."""
         kept = [(i, made) for i, made in list(self._programs.items()) if made is not None]
         kept = [(i, made) for i, made in kept if made.bound.current and made.is_of(made.bound)]
-        return [i for i, made in kept if tensor_checksums(_read_by(made.bound)) != made.sums]
+        return [i for i, made in kept if tensor_checksums(made.bound.reads) != made.sums]
 
     def make_again(self, ids: Iterable[int]) -> None:
         """Let the next calls of planned subnets make their programs again."""
@@ -273,7 +271,7 @@ class Plan:
 
     def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason | None:
         """Make a program, or say why there is none; None if the weights changed while it was made."""
-        moment, sums, why = bound.moment(), tensor_checksums(_read_by(bound)), ""
+        moment, sums, why = bound.moment(), tensor_checksums(bound.reads), ""
         try:
             program = self._checked(subnet.spec, bound)
         except StaleWeights:
@@ -330,13 +328,3 @@ class Plan:
         if isinstance(sample, Tensor) and sample.is_floating_point():
             return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)
-
-
-def _read_by(bound: Bound) -> list[Tensor]:
-    """Return the tensors that a program depends on; what a packed copy is made of, for that is never late."""
-    row = bound.statistics_row
-    found: list[Any] = [*bound.view.parameters(), *([] if row is None else [row.flat])]
-    for module in bound.view.modules():
-        if row is None or not is_batch_norm(module):
-            found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
-    return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
-from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.layer_traits import is_batch_norm
+from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.forward_state import watched_buffers
+from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
@@ -43,12 +46,22 @@ class Bound:
         same_statistics = self.statistics_row is self.supernet.norms.get(self.spec)
         return same_statistics and self.number == self.supernet.generation.number
 
+    @cached_property
+    def reads(self) -> list[Tensor]:
+        """The tensors that the view reads; what a packed copy is made of, for that is never late."""
+        row = self.statistics_row
+        found: list[Any] = [*self.view.parameters(), *([] if row is None else [row.flat])]
+        for module in self.view.modules():
+            if row is None or not is_batch_norm(module):
+                found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
+        return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]
+
     def moment(self) -> tuple[Any, ...]:
-        """Return another value after any change of the weights, or of the statistics of this view."""
-        generation, row = self.supernet.generation, self.statistics_row
-        if row is None:
+        """Return another value after any change of what this view reads."""
+        generation = self.supernet.generation
+        if self.statistics_row is None:  # Nothing counts the changes of shared statistics but their owner.
             return generation.number, generation.moment()
-        return generation.number, generation.moment()[:3], tensor_version(row.flat)
+        return generation.number, changes_of(self.reads)
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""

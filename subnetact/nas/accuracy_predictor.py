@@ -43,18 +43,6 @@ class _Network(nn.Module):
         return self.layers(x).squeeze(-1) + self.base_acc  # type: ignore[no-any-return]
 
 
-class _GaussianProcess(nn.Module):
-    """A fitted Gaussian process in the place of the network."""
-
-    def __init__(self, surrogate: Surrogate) -> None:
-        super().__init__()
-        self.surrogate = surrogate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map features (N, features) to accuracies (N,), as a share of one."""
-        return torch.from_numpy(self.surrogate.predict(np.atleast_2d(x.numpy())) / 100)
-
-
 def _encoded(space: SubnetSpace, spec: SubnetSpec) -> Any:
     return encoded(space, [space.check(spec)])[0]
 
@@ -75,7 +63,7 @@ class AccuracyPredictor:
     Attributes:
         network: an ordinary module that maps features of shape (N, n_features) to accuracies of shape
             (N,), as a share of one. Its parameters are named as in the ofa package. After `fit` it is a
-            Gaussian process, without parameters.
+            Gaussian process, whose `predict` maps them to percent.
         error: the error of a fit in cross-validation, in percentage points; None if it was not fitted here.
 
     Source:
@@ -85,7 +73,7 @@ class AccuracyPredictor:
     def __init__(self, encode: Callable[[SubnetSpec], Any], n_features: int) -> None:
         self.encode = encode
         self.n_features = n_features
-        self.network: nn.Module = _Network(n_features).eval()
+        self.network: Any = _Network(n_features).eval()
         self.error: PredictionError | None = None
 
     @classmethod
@@ -154,7 +142,7 @@ class AccuracyPredictor:
         measured = training_values(specs, accuracy, "accuracy", positive=False)
         features = encoded(space, [space.check(spec) for spec in specs])
         predictor = cls(partial(_encoded, space), features.shape[1])
-        predictor.network = _GaussianProcess(Surrogate(features, measured))
+        predictor.network = Surrogate(features, measured)
         predict = lambda known, percent, new: Surrogate(known, percent).predict(new)  # noqa: E731
         predictor.error = held_out_error(features, measured, predict, "points")
         return predictor
@@ -167,5 +155,7 @@ class AccuracyPredictor:
                 f"the accuracy predictor reads {self.n_features} features, the encoding gives "
                 f"{features.shape}; use the encoding and the space it was trained with"
             )
+        if isinstance(self.network, Surrogate):
+            return float(self.network.predict(features[None].astype(np.float64))[0])
         with torch.inference_mode():
             return 100.0 * float(self.network(torch.from_numpy(features)))

@@ -66,7 +66,7 @@ def evaluate(
             calibrate(supernet, fresh, calibration, progress=progress)
         device = supernet.device
         views = [supernet.subnet(spec) for spec in wanted]
-        right, seen = [0] * len(wanted), 0
+        right, seen = [torch.zeros((), dtype=torch.int64, device=device) for _ in wanted], 0
         title = f"evaluating {len(wanted)} subnets"
         bar = tqdm(batches, title, disable=not progress or None, leave=None, delay=1)
         with torch.inference_mode():
@@ -74,11 +74,11 @@ def evaluate(
                 x, labels = _pair(batch)
                 x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
                 seen += len(labels)
-                for i, view in enumerate(views):
-                    right[i] += int((_scores(_output(view, wanted[i], x)).argmax(1) == labels).sum())
+                for view, spec, count in zip(views, wanted, right, strict=True):
+                    count.add_((_scores(_output(view, spec, x)).argmax(1) == labels).sum())
         if not seen:
             raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
-        return [100 * count / seen for count in right]
+        return [100 * int(count) / seen for count in right]
     finally:
         supernet.norms.drop(fresh)
 

@@ -38,4 +38,5 @@ def _count_fused_step(optimizer: Optimizer, _: Any, __: Any) -> None:
             increment_version([p for p in group["params"] if p.grad is not None])
 
 
+_count_fused_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # Compiled steps call it all the same.
 register_optimizer_step_post_hook(_count_fused_step)

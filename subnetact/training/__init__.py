@@ -1,6 +1,6 @@
 """Training of a supernet: `distill_` does all of it, `sandwich_step` one step for a loop of your own.
 
-- `distillation.py`: the steps of `distill_`, in their order.
+- `distillation.py`: the steps of `distill_`, in their order; `settings.py`: how it does them.
 - `task.py`: what batches hold, what outputs mean, and how well a subnet does.
 - `sandwich.py`: the gradients of one batch, for several subnets.
 - `trainer.py`: a Trainer of transformers that trains all subnets.
@@ -20,6 +20,7 @@ then stays near what it was, and gains nothing from the data.
 from subnetact.training.distillation import distill_
 from subnetact.training.report import DistillationReport
 from subnetact.training.sandwich import sandwich_step
+from subnetact.training.settings import Distillation
 from subnetact.training.trainer import SandwichTraining
 
-__all__ = ["DistillationReport", "SandwichTraining", "distill_", "sandwich_step"]
+__all__ = ["Distillation", "DistillationReport", "SandwichTraining", "distill_", "sandwich_step"]

@@ -7,8 +7,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
-from os import PathLike
 from typing import Any
 
 import torch
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.errors import InsertError, TrainingError, UncalibratedSubnetWarning
-from subnetact.insertion.importance import Measure
 from subnetact.insertion.reorder import reorder_
-from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.load import warn_of_dropped
 from subnetact.supernet.norm_table import NormTable
@@ -30,30 +28,16 @@ from subnetact.training.progress_bar import progress_bar
 from subnetact.training.report import DistillationReport
 from subnetact.training.run import TrainingRun, even_subnet
 from subnetact.training.sandwich import IGNORED
+from subnetact.training.settings import AUTO, Distillation, name_of
 from subnetact.training.state import TrainingState
 from subnetact.training.stored_outputs import StoredOutputs
-from subnetact.training.task import TASKS, Task
+from subnetact.training.task import Task
 
-Function = Callable[[Any, Any], Any]
-
-AUTO = "auto"
 FROZEN = "frozen"
-RANGES = {
-    "clip": (1e-9, math.inf),
-    "distillation": (0.0, 1.0),
-    "learning_rate": (0.0, 1e3),
-    "minutes": (1e-9, math.inf),
-    "save_every_s": (0.0, math.inf),
-}
-SETTINGS = ("accumulate", "autocast", "balance", "clip", "distillation", "random_subnets", "seed")
-"""The arguments that every step needs, and that must be the same again when a training is resumed."""
-COURSE = ("minutes", "progress", "save_every_s", "scheduler", "steps")
-"""The other arguments that a `TrainingRun` gets as they are."""
 MEASURING = 0.05
 """The share of the minutes that measuring before and after may take, each."""
 PASSAGE = 128
 """So many tokens of every batch say how important the units of a language model are."""
-LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
 
 
 def distill_(
@@ -62,31 +46,7 @@ def distill_(
     teacher: Callable[..., Any] | str | None = None,
     *,
     held_out: Iterable[Any],
-    steps: int | None = None,
-    minutes: float | None = None,
-    task: str = "classes",
-    labels: bool | None = None,
-    subnets: Sequence[SubnetSpec] | None = None,
-    importance: str | Measure | None = AUTO,
-    learning_rate: float = 3e-4,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Any = None,
-    clip: float = 1.0,
-    accumulate: int = 1,
-    autocast: torch.dtype | None = None,
-    random_subnets: int = 2,
-    distillation: float = 1.0,
-    divergence: Function | None = None,
-    balance: bool = False,
-    loss: Function | None = None,
-    metric: Function | None = None,
-    output: Function | None = None,
-    calibration: int = 8,
-    stored: str | PathLike[str] | None = None,
-    resume: str | PathLike[str] | None = None,
-    save_every_s: float | None = None,
-    seed: int = 0,
-    progress: bool = True,
+    **options: Any,
 ) -> DistillationReport:
     """Train all subnets of a pretrained network in place: what narrow subnets lost, they learn again.
 
@@ -109,61 +69,7 @@ def distill_(
             None, the largest subnet is the teacher, or "frozen" where there are no labels. The docstring of
             `subnetact.training` says when a teacher that moves does harm.
         held_out: other batches of the same kind, on which the subnets are measured, as a list.
-        steps: the number of steps of the optimizer. Give either this or `minutes`.
-        minutes: the time of everything, with earlier parts if it is resumed: measuring, sorting, the steps,
-            and measuring in the end, which is reckoned to take as long as at first. Each time, as many
-            held-out batches are measured as a twentieth of it allows, at least one. The steps get one
-            half of the minutes at least, and the last one is not cut short.
-        task: what the network returns. "classes": scores (N, classes), or (N, classes, H, W) of pixels, where
-            the label -100 does not count; "values": numbers; "vectors": embeddings (N, features), or
-            (N, tokens, features), which are averaged over the tokens that `attention_mask` keeps; "tokens":
-            scores (N, tokens, vocabulary) of a language model.
-        labels: whether batches are pairs (inputs, labels); dictionaries may have the entry "labels" instead.
-            Without labels, subnets learn from the teacher alone. If None, True for classes and values. For
-            tokens without labels, the inputs, or their `input_ids`, are the labels: every token but
-            the first one is predicted from those before it, unless `attention_mask` is 0 or the label -100.
-        subnets: the subnets that are measured and calibrated. If None, five from the largest to the smallest.
-            They do not decide what is trained.
-        importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
-            a supernet whose narrow subnets were trained before: they would be lost. "auto": what can be
-            sorted, by "taylor" for tokens and else by "l1", but nothing in supernets of published families.
-        learning_rate: the highest one of AdamW, which rises for 5 % of the training and then falls to 0 like
-            a cosine; if `optimizer` is None.
-        optimizer: of the parameters of the supernet, new; `scheduler` may change its learning rate.
-        scheduler: an object whose `step` is called after every step of `optimizer`.
-        clip: the largest norm of the gradients; larger ones are scaled down.
-        accumulate: the number of batches per step of the optimizer.
-        autocast: torch.bfloat16 or torch.float16 to compute in 16 bits what torch's autocast allows; the
-            weights stay as they are. With float16, gradients are scaled.
-        random_subnets: the number of random subnets per step.
-        distillation: share, from 0 to 1, of the teacher in the loss of those that learn from it; the rest are
-            the labels.
-        divergence: what subnets minimise to be like the teacher, a function of the two outputs. If None, the
-            cross-entropy for scores, the squared error for values, and one minus the cosine for vectors.
-            Scores of classes are the teacher's in both where a label does not count.
-        balance: whether the losses of all subnets are scaled to that of the first one, so that a bad subnet
-            does not dominate the shared weights.
-        loss: a function of outputs and labels instead of the one of the task: cross-entropy or squared error.
-        metric: a function of outputs and labels for the report, whose mean over samples is shown, or an
-            object with `update(outputs, labels)` and `compute()`, such as a metric of torchmetrics, which is
-            copied for every subnet. Without labels, it gets the teacher's outputs.
-        output: a function of what the network returns and of the inputs, which returns the tensor that is
-            learnt. If None, the network's `logits` or `out`, or the first of several outputs.
-        calibration: the number of training batches for BatchNorm statistics and for "taylor".
-        stored: a folder for the outputs of a teacher that does not change: it runs in the first epoch, and
-            later ones, of this call and of others with the same batches, read what it returned. A file per
-            batch has the outputs as they were, 4 bytes per score, or 2 with `autocast`: 200 MB for 1000
-            tokens of 50000. Batches are known by their content, and others run the teacher again, so give
-            a list, or a DataLoader that neither shuffles nor changes its samples. Remove the folder yourself.
-        resume: a file for unfinished work. If it exists, the training goes on from there, and the report
-            is that of an uninterrupted run, up to rounding. Begin with the same supernet, untrained, and
-            the same batches in the same order. Batches of an unfinished epoch are read once more.
-        save_every_s: the time in seconds between two writes of `resume`, which has the size of the weights
-            and the state of the optimizer. If None, 60, or so many that a twentieth of the time goes into
-            writing. If the disk is full, the training warns, goes on and tries again.
-        seed: decides the random subnets and seeds torch, NumPy and `random`, whose states are kept.
-        progress: if True, show on standard error what is done and how far it is, with the losses: as bars
-            on a terminal, elsewhere as a line every 20 seconds.
+        options: those of `Distillation`: `steps` or `minutes`, and what else is not as usual.
 
     Returns:
         The metric of the subnets before and after, and the losses.
@@ -188,78 +94,65 @@ def distill_(
         >>> report = distill_(supernet, loader, held_out=others, minutes=30, resume="state.safetensors")
         >>> print(report)
     """
-    arguments, began = dict(locals()), time.perf_counter()
-    supernet = as_supernet(supernet)
-    settings = {name: arguments[name] for name in SETTINGS}
-    names = {name: _name(arguments[name]) for name in ("divergence", "importance", "loss", "task")} | {
-        "learning_rate": learning_rate if optimizer is None else None,
-        "optimizer": _name(type(optimizer)),
-        "teacher": teacher if isinstance(teacher, str | None) else "a network",
-    }
-    _check_numbers({**arguments, **names})
-    _check_names(task, autocast, teacher)
-    stateful = hasattr(metric, "update") and hasattr(metric, "compute")
-    for name in ("divergence", "loss", "output", *(() if stateful else ("metric",))):
-        if not (arguments[name] is None or callable(arguments[name])):
-            raise TrainingError(f"{name}: {arguments[name]!r} is no function")
-    _check_data(batches, held_out, resume)
-    meaning = Task(task, task in TASKS[:2] if labels is None else labels, output, loss, divergence, metric)
-    learns = meaning.labels or task == "tokens"
-    if not learns and distillation < 1.0:
-        raise TrainingError(f"distillation: {distillation} needs labels; without them, it is 1.0")
-    space, device = supernet.space, supernet.device
-    even = (even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0))
-    specs = list(dict.fromkeys(even)) if subnets is None else supernet.distinct(subnets, "distill_")
+    began, supernet, settings = time.perf_counter(), as_supernet(supernet), Distillation(**options)
+    if not (teacher is None or callable(teacher) or teacher == FROZEN):
+        raise TrainingError(f'teacher: {teacher!r}; give a network, "frozen" or None')
+    _check_data(batches, held_out, settings.resume)
+    task, space, device = settings.meaning, supernet.space, supernet.device
+    specs = list(dict.fromkeys(even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)))
+    if settings.subnets is not None:
+        specs = supernet.distinct(settings.subnets, "distill_")
     parameters = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     if not parameters:
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
-    if optimizer is not None:
-        _check_optimizer(optimizer, parameters)
+    if settings.optimizer is not None:
+        _check_optimizer(settings.optimizer, parameters)
     rank, processes = rank_and_count()
-    progress = arguments["progress"] = progress and rank == 0
+    settings = replace(settings, progress=settings.progress and rank == 0)
     copy_from_first_([*supernet.parameters(), *supernet.buffers()])
-    chosen: Any = FROZEN if teacher is None and not learns else teacher
+    chosen: Any = FROZEN if teacher is None and not task.learns else teacher
     former = supernet.norms.to_like(None)
     with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
-        first = [meaning.split(batch, device) for batch in _first(batches, calibration, seed)]
+        first = [task.split(batch, device) for batch in _first(batches, settings.calibration, settings.seed)]
         inputs = [x for x, _ in first]
         given = None if isinstance(chosen, str) else chosen
-        measurement = Measurement(supernet, specs, held_out, meaning, given, inputs, progress)
+        measurement = Measurement(supernet, specs, held_out, task, given, inputs, settings.progress)
         measurement.check(first[0][1])
         if isinstance(chosen, str):  # Its statistics may be those of other weights.
-            calibrate(supernet, [space.largest()], inputs, progress=progress)
+            calibrate(supernet, [space.largest()], inputs, progress=settings.progress)
             chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement.teacher = chosen
         outputs = None
-        if stored is not None:
-            taught = chosen if distillation or not learns else None
-            outputs = StoredOutputs(stored, taught, meaning, f"{device.type} {autocast}")
-        scaler = torch.amp.GradScaler(device.type, enabled=autocast is torch.float16)
+        if settings.stored is not None:
+            taught = chosen if settings.distillation or not task.learns else None
+            outputs = StoredOutputs(settings.stored, taught, task, f"{device.type} {settings.autocast}")
         run = TrainingRun(
             supernet=supernet,
-            stream=BatchStream(batches, seed, rank, processes),
+            settings=settings,
+            stream=BatchStream(batches, settings.seed, rank, processes),
             processes=processes,
-            task=meaning,
+            task=task,
             teacher=chosen,
             stored=outputs,
-            learns=learns,
-            optimizer=optimizer or torch.optim.AdamW(parameters, learning_rate),
-            scaler=scaler,
-            rate=learning_rate if optimizer is None else None,
-            **{name: arguments[name] for name in (*SETTINGS, *COURSE)},
+            optimizer=settings.optimizer or torch.optim.AdamW(parameters, settings.learning_rate),
+            scaler=torch.amp.GradScaler(device.type, enabled=settings.autocast is torch.float16),
         )
         keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
-        weights = "" if resume is None else supernet.fingerprint()
-        environment = {**settings, "autocast": str(autocast), **names, "subnets": keys, "weights": weights}
-        kept = {"scheduler": scheduler} if scheduler is not None else {}
-        if scaler.is_enabled():
-            kept["scaler"] = scaler
-        state = TrainingState(resume, environment, supernet, run.optimizer, kept)
+        environment = {
+            **settings.to_json(),
+            "teacher": teacher if isinstance(teacher, str | None) else "a network",
+            "subnets": keys,
+            "weights": "" if settings.resume is None else supernet.fingerprint(),
+        }
+        kept = {"scheduler": settings.scheduler} if settings.scheduler is not None else {}
+        if run.scaler.is_enabled():
+            kept["scaler"] = run.scaler
+        state = TrainingState(settings.resume, environment, supernet, run.optimizer, kept)
         done = state.load()
         if done is None:
             try:
-                before = measurement.run(60 * MEASURING * (minutes or math.inf))
-                order = _sort(supernet, importance, first, meaning, progress)
+                before = measurement.run(60 * MEASURING * (settings.minutes or math.inf))
+                order = _sort(supernet, settings.importance, first, task, settings.progress)
             except BaseException:
                 supernet.norms = former  # Those that it has now were to measure.
                 raise
@@ -284,7 +177,7 @@ def distill_(
     facts = agreed(run.facts)
     return DistillationReport(
         subnets=tuple(specs),
-        metric=meaning.metric,
+        metric=task.metric,
         before=tuple(facts["before"]),
         after=tuple(after),
         losses=tuple(tuple(entry) for entry in facts["losses"]),
@@ -296,29 +189,6 @@ def distill_(
 
 
 # -- arguments -----------------------------------------------------------------------------------------
-
-
-def _check_numbers(given: dict[str, Any]) -> None:
-    if (given["steps"] is None) == (given["minutes"] is None):
-        raise TrainingError("give either steps or minutes, to say how long to train")
-    for name, (least, most) in RANGES.items():
-        value = given[name]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and least <= value <= most):
-            raise TrainingError(f"{name}: {value!r} is no number from {least:g} to {most:g}")
-    for name, least in LEAST.items():
-        value = given[name]
-        if value is not None and (type(value) is not int or value < least):
-            raise TrainingError(f"{name}: {value!r} is no whole number of at least {least}")
-
-
-def _check_names(task: Any, autocast: Any, teacher: Any) -> None:
-    if task not in TASKS:
-        raise TrainingError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise TrainingError(f"autocast: {autocast!r}; choose torch.bfloat16, torch.float16 or None")
-    if not (teacher is None or callable(teacher) or teacher == FROZEN):
-        raise TrainingError(f'teacher: {teacher!r}; give a network, "frozen" or None')
 
 
 def _check_data(batches: Any, held_out: Any, resume: Any) -> None:
@@ -346,11 +216,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.P
             "optimizer: has a state of earlier steps, which belongs to the former order of channels; make it "
             "anew, or go on with resume="
         )
-
-
-def _name(given: Any) -> Any:
-    """Return the name of a function or class, for comparisons between two runs."""
-    return getattr(given, "__qualname__", given if isinstance(given, str | None) else type(given).__name__)
 
 
 @contextmanager
@@ -392,7 +257,7 @@ def _sort(
     usual = "taylor" if task.name == "tokens" else "l1"
     measure = usual if importance == AUTO else importance
     try:
-        bar = progress_bar(None, f"sorting by {_name(measure)}", progress, total=1)
+        bar = progress_bar(f"sorting by {name_of(measure)}", progress, total=1)
         with bar, warnings.catch_warnings():  # The statistics that it drops are made again.
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
             few = [_passage(*pair) for pair in first] if task.name == "tokens" else first
@@ -404,7 +269,7 @@ def _sort(
             raise
         return f"kept as it was, because {error}"
     rest = f", {len(report.kept)} kept as they were" if report.kept else ""
-    return f"{len(report.reordered)} groups sorted by {_name(measure)}{rest}"
+    return f"{len(report.reordered)} groups sorted by {name_of(measure)}{rest}"
 
 
 def _passage(x: Any, labels: Tensor) -> tuple[Any, Tensor]:

@@ -87,7 +87,7 @@ class Measurement:
         views = [supernet.subnet(spec) for spec in self.specs]
         meters = [task.meter() for _ in views]
         read, began, total = 0, time.perf_counter(), self.batches or length_hint(self.held_out) or None
-        bar = progress_bar(None, f"measuring {len(views)} subnets", progress, total=total)
+        bar = progress_bar(f"measuring {len(views)} subnets", progress, total=total)
         with torch.inference_mode(), bar:
             for read, batch in enumerate(islice(self.held_out, self.batches), 1):
                 x, labels = task.split(batch, supernet.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
@@ -17,8 +16,8 @@ LINES: dict[str, Any] = {
 """How tqdm prints lines: at the beginning, at the end, and every 20 seconds."""
 
 
-def progress_bar(items: Iterable[Any] | None, title: str, progress: bool, **options: Any) -> Any:
+def progress_bar(title: str, progress: bool, **options: Any) -> Any:
     """Return a bar of tqdm, which prints lines if standard error is no terminal."""
     if not getattr(sys.stderr, "isatty", bool)():
         options |= LINES
-    return tqdm(items, title, disable=not progress, **options)
+    return tqdm(desc=title, disable=not progress, **options)

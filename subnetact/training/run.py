@@ -22,9 +22,10 @@ from subnetact.training.batch_stream import BatchStream
 from subnetact.training.processes import agreed
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.sandwich import average_gradients, sandwich_step
+from subnetact.training.settings import Distillation
 from subnetact.training.state import TrainingState
 from subnetact.training.stored_outputs import StoredOutputs
-from subnetact.training.task import Task
+from subnetact.training.task import Lesson, Task
 
 WARM_UP = 0.05
 """The share of the training in which the learning rate rises."""
@@ -38,52 +39,40 @@ LEAST_TRAINING = 0.5
 
 @dataclass
 class TrainingRun:
-    """What the steps of a distillation need; the arguments are those of `distill_`.
+    """The steps of a distillation.
 
-    `learns` says that the first subnet learns from labels, and `rate` is the highest learning rate where the
-    run changes it. In the `facts` are the `seconds` of the steps, and those that `others` take beside them.
+    In the `facts` are the `seconds` of the steps, and those that `others` take beside them.
     """
 
     supernet: Supernet
+    settings: Distillation
     stream: BatchStream
+    processes: int
     task: Task
     teacher: Callable[..., Any] | None
     stored: StoredOutputs | None
-    learns: bool
     optimizer: torch.optim.Optimizer
-    scheduler: Any
     scaler: torch.amp.GradScaler
-    rate: float | None
-    clip: float
-    accumulate: int
-    autocast: torch.dtype | None
-    random_subnets: int
-    distillation: float
-    balance: bool
-    seed: int
-    steps: int | None
-    minutes: float | None
-    save_every_s: float | None
-    progress: bool
-    processes: int
     facts: dict[str, Any] = field(default_factory=dict)
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """The buffers, and copies of the last save."""
 
     def go_on(self, state: TrainingState) -> None:
         """Take the steps that are left, and save from time to time and at the end."""
         facts, began = self.facts, time.perf_counter() - self.facts["seconds"]
-        saved = time.perf_counter()
-        unit, total = (" s", max(1, round(self._seconds))) if self.steps is None else (" steps", self.steps)
-        done = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total)
-        with progress_bar(None, "distilling", self.progress, total=total, initial=done, unit=unit) as bar:
+        saved, settings = time.perf_counter(), self.settings
+        unit, total = " steps" if settings.steps else " s", settings.steps or max(1, round(self._seconds))
+        done = facts["step"] if settings.minutes is None else min(round(facts["seconds"]), total)
+        self.buffers = [(buffer, buffer.clone()) for buffer in self.supernet.buffers()]
+        with progress_bar("distilling", settings.progress, total=total, initial=done, unit=unit) as bar:
             while self._share() < 1.0:
-                before = [(buffer, buffer.clone()) for buffer in self.supernet.buffers()]
                 try:
                     losses = self._step()
                 except TrainingError:
                     self.optimizer.zero_grad(set_to_none=True)
-                    with torch.no_grad():
-                        for buffer, value in before:
-                            buffer.copy_(value)
+                    for buffer, former in self.buffers:  # The batch is in the running statistics.
+                        if not buffer.isfinite().all():
+                            buffer.copy_(former)
                     self._save(state)
                     raise
                 facts["step"] += 1
@@ -92,10 +81,10 @@ class TrainingRun:
                 self.stream.mark()
                 named = zip(("largest", "smallest", "random"), losses, strict=True)
                 bar.set_postfix({name: f"{loss:.3g}" for name, loss in named}, refresh=False)
-                place = facts["step"] if self.minutes is None else min(round(facts["seconds"]), total)
+                place = facts["step"] if settings.minutes is None else min(round(facts["seconds"]), total)
                 bar.update(place - bar.n)
                 often = max(SAVE_EVERY_S, state.cost_s / SAVING)
-                every = often if self.save_every_s is None else self.save_every_s
+                every = often if settings.save_every_s is None else settings.save_every_s
                 if time.perf_counter() - saved >= every and self._share() < 1.0:
                     self._save(state)
                     saved = time.perf_counter()
@@ -103,82 +92,84 @@ class TrainingRun:
 
     def _share(self) -> float:
         """Return which share of the training is done."""
-        if self.steps is not None:
-            return float(self.facts["step"]) / self.steps
+        if self.settings.steps is not None:
+            return float(self.facts["step"]) / self.settings.steps
         return float(self.facts["seconds"]) / self._seconds
 
     @property
     def _seconds(self) -> float:
         """The time of all steps."""
-        total = 60 * (self.minutes or 1.0)
+        total = 60 * (self.settings.minutes or 1.0)
         return max(total - float(self.facts["others"]), LEAST_TRAINING * total)
 
     def _step(self) -> tuple[float, float, float]:
         """Take one step; return the losses of the largest, the smallest and the random subnets."""
-        optimizer, share = self.optimizer, self._share()
-        if self.rate is not None:
+        settings, optimizer, share = self.settings, self.optimizer, self._share()
+        if settings.optimizer is None:
             rising = (share + 1e-3) / WARM_UP
             factor = min(1.0, rising) * 0.5 * (1.0 + math.cos(math.pi * share))
             for group in optimizer.param_groups:
-                group["lr"] = self.rate * factor
+                group["lr"] = settings.learning_rate * factor
         chosen = self._chosen()
         optimizer.zero_grad(set_to_none=True)
-        sums = dict.fromkeys(chosen, 0.0)
-        for _ in range(self.accumulate):
+        sums: dict[SubnetSpec, Any] = dict.fromkeys(chosen, 0.0)
+        for _ in range(settings.accumulate):
             for spec, loss in self._gradients(chosen).items():
-                sums[spec] += loss / self.accumulate
+                sums[spec] = sums[spec] + loss / settings.accumulate
         if self.processes > 1:
             average_gradients(self.supernet)
         self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = float(nn.utils.clip_grad_norm_(held, self.clip))
+        length = nn.utils.clip_grad_norm_(held, settings.clip)
+        # All numbers in one tensor: reading it is what a step waits for.
+        scalars = [scalar.to(length.device, torch.float32) for scalar in (*sums.values(), length)]
+        *losses, norm = torch.stack(scalars).tolist()
+        if self.processes == 1 and (wild := [loss for loss in losses if not math.isfinite(loss)]):
+            raise self._not_finite(f"a loss is {wild[0]}")  # Of several, the average will not be, either.
         # A scaler takes no step where gradients overflow, and scales them less: below 1, it is of no use.
         if not math.isfinite(norm) and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0):
             raise self._not_finite(f"the norm of the gradients is {norm}")
         self.scaler.step(optimizer)
         self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        largest, *others = sums.values()
+        if settings.scheduler is not None:
+            settings.scheduler.step()
+        largest, *others = losses
         rest = others[1:] or others or [largest]
         return largest, (others or [largest])[0], sum(rest) / len(rest)
 
-    def _gradients(self, chosen: list[SubnetSpec]) -> dict[SubnetSpec, float]:
+    def _gradients(self, chosen: list[SubnetSpec]) -> dict[SubnetSpec, Tensor]:
         """Add the gradients of one batch; return the losses."""
-        task, device = self.task, self.supernet.device
+        settings, task, device = self.settings, self.task, self.supernet.device
         x, labels = task.split(self.stream.next(), device)
-        first: list[Tensor] = []
+        first, lesson = list[Tensor](), Lesson(task, labels)
 
         def backward(total: Tensor) -> None:
-            magnitude = total.detach()
-            if not magnitude.isfinite() and self.processes == 1:  # Otherwise the average will not be, either.
-                raise self._not_finite(f"a loss is {float(magnitude)}")
-            first.append(magnitude)
-            if self.balance:
-                total = total * (first[0] / magnitude.clamp(min=1e-6))
-            torch.autograd.backward(self.scaler.scale(total / self.accumulate))
+            first.append(total.detach())
+            if settings.balance:
+                total = total * (first[0] / first[-1].clamp(min=1e-6))
+            torch.autograd.backward(self.scaler.scale(total / settings.accumulate))
 
-        with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
+        with nullcontext() if settings.autocast is None else torch.autocast(device.type, settings.autocast):
             wanted = None if self.stored is None else self.stored(x, self.stream.epoch == 0).to(device)
             return sandwich_step(
                 self.supernet,
                 x,
                 labels,
                 rng=random.Random(),
-                loss=task.loss,
+                loss=lesson.loss,
                 output=lambda output: output if output is wanted else task.output(output, x),
                 subnets=chosen,
-                distillation=self.distillation if self.learns else 1.0,
-                divergence=lambda student, teacher: task.divergence(student, teacher, labels),
+                distillation=settings.distillation if task.learns else 1.0,
+                divergence=lesson.divergence,
                 teacher=self.teacher if wanted is None else lambda *_, **__: wanted,
                 backward=backward,
             )
 
     def _chosen(self) -> list[SubnetSpec]:
         """Return the subnets of a step; one half of the random ones have about the same size everywhere."""
-        space, rng = self.supernet.space, random.Random(f"{self.seed}/{self.facts['step']}")
+        space, rng = self.supernet.space, random.Random(f"{self.settings.seed}/{self.facts['step']}")
         found = [space.largest(), space.smallest()]
-        for _ in range(self.random_subnets):
+        for _ in range(self.settings.random_subnets):
             even = rng.random() < 0.5
             found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
         return list(dict.fromkeys(spec.base for spec in found))
@@ -195,6 +186,8 @@ class TrainingRun:
             kept.append([step, *losses])
 
     def _save(self, state: TrainingState) -> None:
+        for buffer, former in self.buffers:
+            former.copy_(buffer)
         try:
             state.save({**self.facts, "stream": self.stream.facts()})
         except WriteError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed, nn
@@ -31,6 +31,8 @@ IGNORED = -100
 """The label of a pixel or token that does not count, as transformers and `cross_entropy` of torch have it."""
 
 Loss = Callable[[Any, Any], Tensor]
+Places: TypeAlias = tuple[Tensor, ...] | None
+"""Where scores count, as indices along all axes but that of the classes; None if everywhere."""
 
 
 def sandwich_step(
@@ -49,7 +51,7 @@ def sandwich_step(
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     average: bool = True,
-) -> dict[SubnetSpec, float]:
+) -> dict[SubnetSpec, Tensor]:
     """Add the gradients of one batch for the largest, the smallest and some random subnets.
 
     The largest subnet learns from the labels, the others from the largest one's outputs (in-place
@@ -89,7 +91,8 @@ def sandwich_step(
             give False for all but the last of several batches that are accumulated.
 
     Returns:
-        The loss of every subnet that was trained, the largest (or the first of `subnets`) first.
+        The loss of every subnet that was trained, the largest (or the first of `subnets`) first: tensors of
+        no dimensions without gradients, so that a step waits for no GPU; `float(loss)` does.
 
     Raises:
         SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
@@ -142,7 +145,7 @@ def sandwich_step(
     if teacher is not None and distillation:
         with torch.no_grad():
             wanted = target(output(call_with(teacher, x)))
-    losses: dict[SubnetSpec, float] = {}
+    losses: dict[SubnetSpec, Tensor] = {}
     parallel = isinstance(model, DistributedDataParallel)
     if parallel:
         _warn_of_batches_apart(plain)
@@ -166,7 +169,7 @@ def sandwich_step(
                         total = total + (1.0 - distillation) * loss(scores, labels)
                 _check_loss(total)
                 (backward or torch.autograd.backward)(total)
-                losses[spec] = float(total.detach())
+                losses[spec] = total.detach()
     if average and parallel:
         average_gradients(plain, model.process_group)
     return losses
@@ -272,42 +275,46 @@ def _scores(scores: Any, class_dim: int | None) -> Tensor:
     return scores.movedim(place, 1)
 
 
-def counted(scores: Any, labels: Any, ignored: int | None) -> Tensor | None:
+def counted(scores: Any, labels: Any, ignored: int | None) -> Places:
     """Return where labels (N, ...) of scores (N, classes, ...) are classes; None if all are, or others."""
     tensors = isinstance(scores, Tensor) and isinstance(labels, Tensor)
-    if ignored is None or not tensors or labels.is_floating_point():
+    if ignored is None or not tensors or labels.is_floating_point() or labels.shape != scores[:, 0].shape:
         return None
-    counts = (labels != ignored) & (labels >= 0) & (labels < scores.shape[1])
-    return None if labels.shape != scores[:, 0].shape or bool(counts.all()) else counts
+    return places_of((labels != ignored) & (labels >= 0) & (labels < scores.shape[1]))
 
 
-def cross_entropy(student: Tensor, teacher: Tensor, counts: Tensor | None = None) -> Tensor:
+def places_of(counts: Tensor) -> Places:
+    """Return where a mask is True, which waits for its device, so that who asks there does not."""
+    return None if bool(counts.all()) else counts.nonzero(as_tuple=True)
+
+
+def cross_entropy(student: Tensor, teacher: Tensor, places: Places = None) -> Tensor:
     """Return the mean cross-entropy with the teacher's probabilities, of the scores that are `counted`."""
-    return _cross_entropy(student, _kept(teacher, counts).float().softmax(1), counts)
+    return _cross_entropy(student, _kept(teacher, places).float().softmax(1), places)
 
 
-def _kept(scores: Tensor, counts: Tensor | None) -> Tensor:
+def _kept(scores: Tensor, places: Places) -> Tensor:
     """Return the scores (N, classes, ...) that count."""
-    return scores if counts is None else scores.movedim(1, -1)[counts]
+    return scores if places is None else scores.movedim(1, -1)[places]
 
 
-def _cross_entropy(student: Tensor, probabilities: Tensor, counts: Tensor | None) -> Tensor:
-    student = _kept(student, counts)
+def _cross_entropy(student: Tensor, probabilities: Tensor, places: Places) -> Tensor:
+    student = _kept(student, places)
     return F.cross_entropy(student.float(), probabilities) if len(student) else student.sum()
 
 
 def _probabilities(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Any, ...]:
     """Return the probabilities of a teacher where labels count, where that is, and its scores' shape."""
     scores = _scores(scores, class_dim)
-    counts = counted(scores, labels, ignored)
-    return _kept(scores, counts).float().softmax(1), counts, tuple(scores.shape)
+    places = counted(scores, labels, ignored)
+    return _kept(scores, places).float().softmax(1), places, tuple(scores.shape)
 
 
 def _distillation(output: Any, wanted: tuple[Any, ...], class_dim: int | None) -> Tensor:
-    scores, (probabilities, counts, shape) = _scores(output, class_dim), wanted
+    scores, (probabilities, places, shape) = _scores(output, class_dim), wanted
     if scores.shape != shape:
         raise SpecError(
             f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's {shape}; "
             "the classes are in dimension 1 of both"
         )
-    return _cross_entropy(scores, probabilities, counts)
+    return _cross_entropy(scores, probabilities, places)

@@ -16,6 +16,7 @@ from subnetact.errors import ResumeMismatch, TrainingError
 from subnetact.files.documents import DocumentFormat
 from subnetact.files.journal import differing
 from subnetact.files.tensors import documented_tensors, write_tensors
+from subnetact.operators.tensor_version import tensor_place
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.processes import rank_and_count
 
@@ -99,7 +100,6 @@ class TrainingState:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, those that share memory once."""
-        found: dict[tuple[int, torch.Size], tuple[str, Tensor]] = {}
-        for name, tensor in self.supernet.network.state_dict().items():
-            found.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), (f"weights/{name}", tensor))
-        return dict(found.values())
+        named = reversed(self.supernet.network.state_dict().items())
+        places = {tensor_place(tensor): (f"weights/{name}", tensor) for name, tensor in named}
+        return dict(reversed(places.values()))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from subnetact.errors import SpecError, TrainingError
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, logits, map_tensors
-from subnetact.training.sandwich import IGNORED, counted, cross_entropy
+from subnetact.training.sandwich import IGNORED, Places, counted, cross_entropy, places_of
 
 METRICS = {
     "classes": "accuracy (%)",
@@ -103,39 +103,32 @@ class Task:
             return (found * kept).sum(1) / kept.sum(1).clamp(min=1)
         return found
 
+    @property
+    def learns(self) -> bool:
+        """Whether the largest subnet learns from labels."""
+        return self.labels or self.name == "tokens"
+
+    def places(self, scores: Any, labels: Any) -> Places:
+        """Return where the scores of a batch count by its labels, once for all subnets: it may wait."""
+        if self.name == "tokens":
+            if not isinstance(scores, Tensor) or scores.dim() != 3 or scores.shape[:2] != labels.shape:
+                raise SpecError(
+                    f"tokens: scores of shape (N, tokens, vocabulary) are needed for labels "
+                    f"{tuple(labels.shape)}, got {describe_input(scores)}"
+                )
+            places = places_of(labels[:, 1:] != IGNORED)
+            if not labels[:, 1:].numel() or (places is not None and not len(places[0])):
+                raise TrainingError("a batch has no token to predict; give sequences of at least two tokens")
+            return places
+        if self.name != "classes":
+            return None
+        if self.labels and self.own_loss is None:
+            _require_classes(scores, labels)
+        return counted(scores, labels, getattr(self.own_loss, "ignore_index", IGNORED))
+
     def loss(self, output: Any, labels: Any) -> Tensor:
         """Return the loss of an output on the labels."""
-        if self.own_loss is not None:
-            return self.own_loss(output, labels)
-        if self.name == "tokens":
-            scores, wanted = _next(output, labels)
-            return F.cross_entropy(scores.float(), wanted)
-        if self.name == "classes":
-            wanted, counts = _classes(output, labels)
-            return F.cross_entropy(output.float(), wanted) if bool(counts.any()) else 0.0 * output.sum()
-        if output.shape != labels.shape:
-            raise TrainingError(
-                f"labels of shape {tuple(labels.shape)} do not fit outputs of shape {tuple(output.shape)}; "
-                "make them equal, or give loss="
-            )
-        return F.mse_loss(output.float(), labels.float())
-
-    def divergence(self, student: Any, teacher: Any, labels: Any) -> Tensor:
-        """Return how far an output is from that of the teacher."""
-        if self.name == "tokens":
-            student, _ = _next(student, labels)
-            teacher, _ = _next(teacher, labels)
-        ignored = getattr(self.own_loss, "ignore_index", IGNORED) if self.name == "classes" else None
-        counts = counted(student, labels, ignored)
-        if self.own_divergence is not None:
-            if counts is not None:  # The scores keep their shape; equal ones teach nothing.
-                student = torch.where(counts.unsqueeze(1), student, teacher)
-            return self.own_divergence(student, teacher)
-        if self.name in ("classes", "tokens"):
-            return cross_entropy(student, teacher, counts)
-        if self.name == "vectors":
-            return (1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
-        return F.mse_loss(student.float(), teacher.float())
+        return Lesson(self, labels).loss(output)
 
     def meter(self) -> Any:
         """Return a new object with `update(output, labels)` and `compute()`, for the metric of one subnet.
@@ -150,7 +143,8 @@ class Task:
         if self.own_metric is not None:
             return number(self.own_metric(output, labels)) * size, size
         if self.name == "tokens":
-            scores, wanted = _next(output, labels)
+            places = self.places(output, labels)
+            scores, wanted = _next(output[:, :-1], places), _next(labels[:, 1:], places)
             return float(F.cross_entropy(scores.float(), wanted, reduction="sum")), len(wanted)
         if self.name == "classes":
             found, wanted = output.argmax(1), labels.argmax(1) if labels.shape == output.shape else labels
@@ -161,6 +155,54 @@ class Task:
         if self.name == "vectors" and not self.labels:
             return float(F.cosine_similarity(output, labels, dim=-1).mean()) * size, size
         return float(self.loss(output, labels)) * size, size
+
+
+class Lesson:
+    """The labels of one batch of a task; which scores count is found out once for all subnets."""
+
+    def __init__(self, task: Task, labels: Any) -> None:
+        self._task, self._labels = task, labels
+        self._places: list[Places] = []
+
+    def _places_of(self, scores: Any) -> Places:
+        if not self._places:
+            self._places.append(self._task.places(scores, self._labels))
+        return self._places[0]
+
+    def loss(self, output: Any, _: Any = None) -> Tensor:
+        """Return the loss of an output on the labels."""
+        task, labels = self._task, self._labels
+        if task.own_loss is not None:
+            return task.own_loss(output, labels)
+        places = self._places_of(output)
+        if task.name == "tokens":
+            return F.cross_entropy(_next(output[:, :-1], places).float(), _next(labels[:, 1:], places))
+        if task.name == "classes":
+            if places is not None and not len(places[0]):
+                return 0.0 * output.sum()  # type: ignore[no-any-return]
+            return F.cross_entropy(output.float(), labels if labels.is_floating_point() else labels.long())
+        if output.shape != labels.shape:
+            raise TrainingError(
+                f"labels of shape {tuple(labels.shape)} do not fit outputs of shape {tuple(output.shape)}; "
+                "make them equal, or give loss="
+            )
+        return F.mse_loss(output.float(), labels.float())
+
+    def divergence(self, student: Any, teacher: Any) -> Tensor:
+        """Return how far an output is from that of the teacher."""
+        task, places = self._task, self._places_of(student)
+        if task.name == "tokens":
+            student, teacher, places = _next(student[:, :-1], places), _next(teacher[:, :-1], places), None
+        if task.own_divergence is not None:
+            if places is not None:  # The scores keep their shape; equal ones teach nothing.
+                counting = student.movedim(1, -1)[places]
+                student = teacher.movedim(1, -1).index_put(places, counting).movedim(-1, 1)
+            return task.own_divergence(student, teacher)
+        if task.name in ("classes", "tokens"):
+            return cross_entropy(student, teacher, places)
+        if task.name == "vectors":
+            return (1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
+        return F.mse_loss(student.float(), teacher.float())
 
 
 def number(value: Any) -> float:
@@ -187,39 +229,27 @@ class _Mean:
         return exp(min(mean, 700.0)) if perplexity else mean
 
 
-def _classes(scores: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
-    """Return labels as `cross_entropy` takes them, and which of them count."""
+def _require_classes(scores: Tensor, labels: Any) -> None:
+    """Refuse labels that `cross_entropy` does not take."""
     if not isinstance(labels, Tensor):
         raise TrainingError(f"labels are a tensor, got {describe_input(labels)}; give loss= for others")
     if labels.is_floating_point() and labels.shape == scores.shape:  # probabilities
-        return labels, torch.ones_like(labels)
+        return
     fitting = scores.shape[:1] + scores.shape[2:]
     if labels.is_floating_point() or labels.shape != fitting:
         raise TrainingError(
             f"labels are whole numbers of shape {tuple(fitting)} for scores of shape {tuple(scores.shape)}, "
             f"got {describe_input(labels)}; resize the scores with output=, or give loss="
         )
-    wanted, classes = labels.long(), scores.shape[1]
-    unknown = wanted[((wanted < 0) & (wanted != IGNORED)) | (wanted >= classes)]
+    classes = scores.shape[1]
+    unknown = labels[((labels < 0) & (labels != IGNORED)) | (labels >= classes)]
     if len(unknown):
         raise TrainingError(
             f"a label is {int(unknown[0])}, but the classes are 0 to {classes - 1}; mark what does not count "
             f"with {IGNORED}, or give loss= with its ignore_index"
         )
-    return wanted, wanted != IGNORED
 
 
-def _next(scores: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores (M, vocabulary) of the tokens that are predicted, and these tokens (M,)."""
-    if not isinstance(scores, Tensor) or scores.dim() != 3 or scores.shape[:2] != labels.shape:
-        raise SpecError(
-            f"tokens: scores of shape (N, tokens, vocabulary) are needed for labels {tuple(labels.shape)}, "
-            f"got {describe_input(scores)}"
-        )
-    wanted = labels[:, 1:]
-    kept = wanted != IGNORED
-    if not bool(kept.any()):
-        raise TrainingError("a batch has no token to predict; give sequences of at least two tokens")
-    if bool(kept.all()):
-        return scores[:, :-1].flatten(0, 1), wanted.flatten()
-    return scores[:, :-1][kept], wanted[kept]
+def _next(tokens: Tensor, places: Places) -> Tensor:
+    """Return those (M, ...) of tokens (N, tokens, ...) that count."""
+    return tokens.flatten(0, 1) if places is None else tokens[places]

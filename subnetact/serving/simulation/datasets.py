@@ -5,7 +5,6 @@ The JSON file beside each recorded trace names its source and licence.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from typing import Any
@@ -103,7 +102,7 @@ def load_trace(
     else:
         try:
             arrivals = from_timestamps(read_times(name, column, unit)) / scale
-        except (OSError, csv.Error) as error:
+        except OSError as error:
             raise TraceError(
                 f"trace: {name!r} is no readable file and not known; choose from {', '.join(TRACES)}"
             ) from error
