@@ -7,6 +7,7 @@ keeps the first rows each. As a tensor of shape (3, rows, columns) they are a ze
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,9 +119,13 @@ class AttentionSlice(Operator):
         super().check()
         if self.template.in_proj_weight is None:
             raise self.refuse("kdim and vdim are not supported; project to embed_dim before the attention")
+
+    @cached_property
+    def shell(self) -> nn.Module:
+        """An attention with the settings of the template, whose forward takes fewer heads."""
         sliced = view_module(self.template)
         object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
-        self.__dict__["_shell"] = sliced
+        return sliced
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the width of the full network, which is that of the inputs and of all heads together."""

@@ -19,7 +19,7 @@ changes no other model, and is chosen with `Description.override`. Files name an
 and class, which must be imported before they are read. Where the table does not say it all, an operator
 overrides methods of the contract below. Everything that `tensors` and `attributes` return must
 depend on `sizes` alone, because subnets of equal sizes share their tensors, and training needs gradients
-through `tensors`. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
+through `tensors`. The forward is that of the class of `shell`, which is the template unless overridden.
 
 What `tensors` returns by slicing shares the storage of the parameters and costs no memory. Any other tensor
 (concatenated, gathered, normalised, multiplied) becomes a packed copy in views: it takes memory once per
@@ -213,8 +213,8 @@ class Operator(ReadThrough):
 
     @property
     def shell(self) -> Any:
-        """The module whose class and settings a subnet's has: `_shell` if it is set, or the template."""
-        return self.__dict__.get("_shell", self.template)
+        """The module whose class and settings that of a subnet has; an operator may have one of its own."""
+        return self.template
 
     # -- the contract ----------------------------------------------------------------------------
 

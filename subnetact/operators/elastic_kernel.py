@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
 from subnetact.operators.base import Operator
+from subnetact.operators.outside_modes import outside_modes
 
 
 class KernelConv2d(nn.Conv2d):
@@ -64,9 +66,12 @@ class ElasticKernel(Operator):
         """Refuse templates that are no KernelConv2d."""
         if not isinstance(self.template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
-        stride: Any = self.template.stride
-        with torch.device("meta"):
-            self.__dict__["_shell"] = nn.Conv2d(1, 1, 1, stride, bias=False)
+
+    @cached_property
+    def shell(self) -> nn.Conv2d:
+        """An ordinary convolution with the stride of the template."""
+        with outside_modes():
+            return nn.Conv2d(1, 1, 1, self.template.stride, bias=False, device="meta")
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the largest kernel size."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import SizeRow
 
@@ -59,11 +61,15 @@ class PerWidthNorm(SubnetNorm):
 
     def check(self) -> None:
         """Refuse templates that are no PerWidthBatchNorm2d, and descriptions without `position`."""
-        template = self.template
-        if not isinstance(template, PerWidthBatchNorm2d) or "position" not in self.dims:
+        if not isinstance(self.template, PerWidthBatchNorm2d) or "position" not in self.dims:
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
-        with torch.device("meta"):
-            self.__dict__["_shell"] = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
+
+    @cached_property
+    def shell(self) -> nn.BatchNorm2d:
+        """An ordinary BatchNorm with the settings of the template."""
+        template = self.template
+        with outside_modes():
+            return nn.BatchNorm2d(template.num_features, template.eps, template.momentum, device="meta")
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""

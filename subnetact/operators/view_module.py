@@ -313,22 +313,29 @@ for _name in _SETTINGS:
     setattr(_View, _name, _Setting(_name))
 
 
+def _reader(name: str) -> property:
+    """Return an attribute that lets a packed copy follow the weights whenever this tensor is read."""
+
+    def read(self: nn.Module) -> Any:
+        registries = self.__dict__
+        tensors = registries["_parameters" if name in registries["_parameters"] else "_buffers"]
+        if not torch.compiler.is_compiling():
+            follow_(tensors)
+        return tensors[name]
+
+    return property(read)
+
+
 @cache
-def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass that lets packed copies follow the weights whenever these tensors are read."""
+def _view_class(plain: type[nn.Module], mixin: type | None, packed: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class of modules of views, some of whose tensors are packed copies; one per such triple.
 
-    def reader(name: str) -> property:
-        def read(self: nn.Module) -> Any:
-            own = self.__dict__
-            tensors = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
-            if not torch.compiler.is_compiling():
-                follow_(tensors)
-            return tensors[name]
-
-        return property(read)
-
-    namespace = {name: reader(name) for name in names}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "owned_as": cls, **namespace})
+    It tells the class that an extracted module has, which is in one piece where that of a view is in runs.
+    """
+    base = plain if mixin is None else mixed_class(mixin, plain)
+    extracted = plain if mixin is LinearInRuns else base
+    named = {"__module__": plain.__module__, "__doc__": plain.__doc__, "_extracted": extracted}
+    return type(plain.__name__, (_View, base), named | {name: _reader(name) for name in packed})
 
 
 @cache
@@ -351,9 +358,7 @@ def is_view(module: nn.Module) -> bool:
 
 def module_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module stands for: for a view's module, the class of its template."""
-    cls: Any = type(module).__mro__[2] if is_view(module) else type(module)
-    cls = vars(cls).get("owned_as", cls)
-    return cls.__mro__[2] if cls.__mro__[1] is LinearInRuns else cls  # type: ignore[no-any-return]
+    return getattr(type(module), "_extracted", type(module))
 
 
 def view_module(
@@ -366,15 +371,10 @@ def view_module(
     **attributes: Any,
 ) -> nn.Module:
     """Return a module like the template, in evaluation mode, that shares all that is not given."""
-    cls: Any = type(template)
-    if mixin is not None:
-        cls = mixed_class(mixin, cls)
     packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
     # hasattr, because reading the __dict__ of a tensor makes one.
     packed += tuple(n for n, t in (buffers or {}).items() if t is not None and hasattr(t, "packed"))
-    if packed:
-        cls = _reading(cls, packed)
-    view: nn.Module = object.__new__(mixed_class(_View, cls))
+    view: nn.Module = object.__new__(_view_class(type(template), mixin, packed))
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
     put, no_hooks = object.__setattr__, _NO_HOOKS
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.

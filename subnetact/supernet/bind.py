@@ -71,6 +71,8 @@ def bind_module(
             object.__setattr__(bound, "_modules", modules)
         if frozen is not None and bound._buffers and bound._buffers is module._buffers:
             object.__setattr__(bound, "_buffers", each_tensor(module._buffers, frozen))
+        if module.shell is not module.template:  # It has no hooks; the operator and its template may.
+            vars(bound).update({name: hooks for name in HOOKS if (hooks := vars(module)[name])})
     else:
         own: dict[str, Any] = module._parameters
         buffers: dict[str, Any] = module._buffers
@@ -80,8 +82,6 @@ def bind_module(
         bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
     if trainable:
         object.__setattr__(bound, "training", module.training)
-    if "_shell" in vars(module):  # It has no hooks; the operator and its template may.
-        vars(bound).update({name: hooks for name in HOOKS if (hooks := vars(module)[name])})
     return bound
 
 
