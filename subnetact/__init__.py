@@ -86,6 +86,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
+from subnetact.files import late
 
 __version__ = "0.1.0"
 
@@ -111,9 +112,6 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
-    "save_alone": "elastic.cut_out",  # for save_pretrained of subnets; no public name
-    "save_cut_out": "elastic.folder",  # for Supernet.save_pretrained, as the next one; no public names
-    "save_folder": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
@@ -135,6 +133,10 @@ _HOME = {
     "search": "nas.search",
     "simulate": "serving.simulation.simulator",
 }
+
+_DOORS = {"save_alone": "cut_out", "save_cut_out": "folder", "save_folder": "folder"}
+"""What `late.find` finds in `subnetact.elastic`."""
+late.find = lambda name: getattr(import_module(f"subnetact.elastic.{_DOORS[name]}"), name)
 
 __all__ = [
     "Axis",

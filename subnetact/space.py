@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -282,6 +282,22 @@ class SubnetSpace:
                 "float32; call supernet.enable_precision with the same precisions"
             )
         return self.spec(**dict(spec.values))
+
+    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
+        """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
+
+        Raises:
+            SpecError: there is no specification, one occurs twice, or one is not of this space.
+        """
+        given: Any = specs
+        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
+        subnets = [self.check(spec) for spec in given]
+        if not subnets or len(set(subnets)) < len(subnets):
+            got = next((f"{spec} twice" for spec in subnets if subnets.count(spec) > 1), "none")
+            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
+        return subnets
 
     def parse(self, config: Any) -> SubnetSpec:
         """Return the subnet of a configuration in the family's own notation, or of a readable key.

@@ -152,11 +152,11 @@ def calibrate(
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:
             began = supernet.generation.moment()
-            if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
+            if largest in wanted and (supernet.statistics.original if adopt is None else adopt):
                 adopted = (largest,)
                 wanted.remove(largest)
                 if not wanted:
-                    supernet.adopt_statistics()
+                    supernet.statistics.adopt()
                     return CalibrationReport(adopted=adopted)
         kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
@@ -169,14 +169,14 @@ def calibrate(
     kept.save(run)
     with supernet.generation.lock:
         require()
-        if adopted and adopt is None and not supernet.has_original_statistics():
+        if adopted and adopt is None and not supernet.statistics.original:
             raise StaleWeights(
                 "calibration: the BatchNorm statistics that the network came with were changed meanwhile, by "
                 "training for example; nothing was written, calibrate again"
             )
         supernet.norms.update(rows)
         if adopted:
-            supernet.adopt_statistics()
+            supernet.statistics.adopt()
     report = CalibrationReport(
         subnets=len(wanted),
         batches=run.finished,

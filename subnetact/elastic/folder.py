@@ -145,11 +145,11 @@ def save_folder(
     with BUNDLE.writing(directory, facts) as folder:
         network = ordinary(supernet.network)
         with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
-            supernet.require_calibrated(require)
+            supernet.statistics.require(require)
             tensors = _copies(supernet.network.state_dict())
             norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
             norms.keep([*card.subnets.values(), space.largest()])
-            shared = _copies(supernet.statistics_of_largest())
+            shared = _copies(supernet.statistics.of_largest())
         fingerprint = fingerprint_of(space.id, tensors)
         own = {name: tensors[name] for name in shared}
         tensors.update(shared)  # The library's own reader gets the statistics of the largest subnet.

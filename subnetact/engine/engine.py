@@ -182,7 +182,7 @@ class Engine:
         self.device = supernet.device if config.device is None else find_device(config.device)
         config = config.checked(supernet)
         if check is not None and not config.allow_uncalibrated:
-            supernet.require_calibrated(config.served)
+            supernet.statistics.require(config.served)
         self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
@@ -272,7 +272,7 @@ class Engine:
 
     def _calibrated_ids(self) -> tuple[int, ...]:
         every = self._config.allow_uncalibrated
-        return tuple(i for i in self.ids if every or self.supernet.calibrated(self.specs[i]))
+        return tuple(i for i in self.ids if every or self.supernet.statistics.calibrated(self.specs[i]))
 
     @property
     def fingerprint(self) -> str:
@@ -343,7 +343,7 @@ class Engine:
         percent = percentage(accuracy, spec)
         with self._changing:
             if not self._config.allow_uncalibrated:
-                self.supernet.require_calibrated([spec])
+                self.supernet.statistics.require([spec])
             known, config = {subnet.spec: subnet.accuracy for subnet in self._subnets}, self.config
             known[spec] = known.get(spec) if percent is None else percent
             subnet = list(known).index(spec)
@@ -370,7 +370,7 @@ class Engine:
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
             every = config.allow_uncalibrated
             for subnet in served.values():
-                if subnet.bound is None and (every or self.supernet.calibrated(subnet.spec)):
+                if subnet.bound is None and (every or self.supernet.statistics.calibrated(subnet.spec)):
                     subnet.bound = self._bind(subnet.spec)
             for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
                 subnet.accuracy = percent
@@ -794,7 +794,7 @@ class Engine:
         if self._config.allow_uncalibrated:
             return Bound.of(self.supernet, spec)
         while True:  # Another thread may drop the row meanwhile.
-            self.supernet.require_calibrated([spec])
+            self.supernet.statistics.require([spec])
             bound = Bound.of(self.supernet, spec)
             if bound.statistics_row is not None or not self.supernet.norm_operators():
                 return bound

@@ -96,7 +96,7 @@ def subnet_programs(
     *smaller, x = (batch_like(sample, 3, engine.device) for sample in engine.samples)
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
-        supernet.require_calibrated(specs)
+        supernet.statistics.require(specs)
     programs = [
         SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x, tuple(smaller))
         for i, spec in enumerate(specs)
@@ -136,7 +136,7 @@ def chosen_specs(engine: Engine, subnets: Sequence[SubnetSpec] | None) -> list[S
             f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
         )
     given = [engine.specs[i] for i in engine.ids] if subnets is None else subnets
-    return engine.supernet.distinct(given, "an export (subnets=[...])")
+    return engine.supernet.space.distinct(given, "an export (subnets=[...])")
 
 
 @contextmanager

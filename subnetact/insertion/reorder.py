@@ -260,7 +260,7 @@ def _check_score(score: Any, group: UnitGroup) -> None:
 def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial) -> None:
     """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
     orders = full_orders(supernet.network, units)
-    table, original = _statistics(supernet, trial.row, units, orders), supernet.has_original_statistics()
+    table, original = _statistics(supernet, trial.row, units, orders), supernet.statistics.original
     with torch.no_grad():
         if not trial.stays(units) and not (trial.exact() and trial.stays(units)):
             raise InsertError(
@@ -271,7 +271,7 @@ def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial
         permute_(supernet.network, orders)
         supernet.norms = table
     if original:
-        supernet.renew_original_statistics()
+        supernet.statistics.renew_original()
 
 
 def _statistics(

@@ -216,7 +216,7 @@ def _calibrate(job: ProfileJob, supernet: Supernet, specs: list[SubnetSpec], bat
     if not supernet.norm_operators():
         return "nothing to calibrate"
     if not job.calibrate_on:
-        uncalibrated = sum(not supernet.calibrated(spec) for spec in specs)
+        uncalibrated = sum(not supernet.statistics.calibrated(spec) for spec in specs)
         if not uncalibrated:
             return "their own statistics"
         return (

@@ -11,7 +11,8 @@ Which file answers which question:
   counts.
 - `load.py`: how other weights are loaded, and which statistics rows stay; `storage.py`: the memory behind the
   weights.
-- `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
+- `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`);
+  `statistics.py`: which ones a subnet runs on, and whether they are those that the network came with.
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `proof.py`: the one proof that
   slices fit together; `unused_weights.py`: copies in which what a subnet does not use is NaN or zero.
@@ -24,6 +25,7 @@ Which file answers which question:
 
 from subnetact.supernet.check import CheckReport
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.precision import precision_errors
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet"]
+__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet", "precision_errors"]

@@ -103,8 +103,8 @@ def check_precisions(
                 if bool(other.isfinite().all()) and not equal(one, other, LOW_PRECISION):
                     raise InsertError(
                         f"check: {low} differs from the same subnet at float32 by more than half of the "
-                        "largest output; supernet.precision_errors(spec, x) names the layers; leave those "
-                        "with outliers at float32 with enable_precision(..., keep=[name])"
+                        "largest output; subnetact.supernet.precision_errors(supernet, spec, x) names the "
+                        "layers; leave those with outliers at float32 with enable_precision(..., keep=[name])"
                     )
 
 

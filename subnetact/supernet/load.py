@@ -119,14 +119,14 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
     It drops them if the load changed weights, lets an adopted row follow, and returns how many were dropped.
     """
     largest, before = supernet.norms.get(supernet.space.largest()), _weight_checksums(supernet)
-    adopted = largest is not None and not supernet.statistics_of_largest()
+    adopted = largest is not None and not supernet.statistics.of_largest()
 
     def keep() -> int:
         dropped = 0 if _weight_checksums(supernet) == before else len(supernet.norms) - adopted
         if dropped:
             supernet.norms = NormTable(supernet.space.id)
         if adopted:
-            supernet.adopt_statistics()
+            supernet.statistics.adopt()
         return dropped
 
     return keep

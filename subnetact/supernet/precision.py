@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,8 @@ from subnetact.operators import AttentionSlice
 from subnetact.operators.base import Operator, exchange_modules_, slicer_of, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
+from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.supernet.batches import call_with
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,37 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
     return not isinstance(attention, AttentionSlice) and traits_of(template_of(parent)).reads_children
 
 
-def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:
-    """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
-    found: dict[str, float] = {}
+def precision_errors(supernet: Any, spec: SubnetSpec, x: Any) -> dict[str, float]:
+    """Return how far each layer of a subnet is off because of its precision. Outliers show here.
+
+    Args:
+        supernet: the supernet.
+        spec: a subnet of it at int8 or bfloat16.
+        x: a batch that the network takes.
+
+    Returns:
+        Name of the module -> relative error of its outputs for the inputs that it has at float32.
+
+    Raises:
+        PrecisionError: the subnet is float32, or a weight is not finite.
+    """
+    spec = supernet.space.check(spec)
+    if spec.precision == FLOAT32:
+        raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
+    with supernet.generation.lock:
+        exact = supernet.private_view(supernet.space.at_precision(spec, FLOAT32))[0]
+        low = supernet.private_view(spec)[0]
+    errors: dict[str, float] = {}
 
     def note(path: str, module: Any, _: Any, args: Sequence[Any], output: Any) -> None:
         pair = [o[0] if isinstance(o, tuple) else o for o in (output, module(*args))]
         off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
-        found[path] = max(found.get(path, 0.0), float(off))
+        errors[path] = max(errors.get(path, 0.0), float(off))
 
     with ExitStack() as hooks, torch.inference_mode():
         for path, module in low.named_modules():
             if isinstance(module, Low):
-                hooked = view.get_submodule(path)
+                hooked = exact.get_submodule(path)
                 hooks.enter_context(hooked.register_forward_hook(partial(note, path, module)))
-        run(view)
-    return found
+        call_with(exact, x)
+    return errors

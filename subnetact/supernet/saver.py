@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from subnetact.files import late
+
 
 class Saver:
     """Writes a subnet as a model of its own library, or refuses; it takes the place of `save_pretrained`.
@@ -19,9 +21,7 @@ class Saver:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Write the subnet; the arguments are those of the library's own method."""
-        from subnetact import save_alone  # type: ignore[attr-defined]
-
-        return save_alone(self._subnet(), *args, **kwargs)
+        return late.find("save_alone")(self._subnet(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Saver, (self._subnet(),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
+from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.files import late
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
@@ -29,7 +30,7 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind, operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
@@ -38,10 +39,11 @@ from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_of_shared
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
+from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
+from subnetact.supernet.statistics import Binding, Statistics, came_trained
 from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
@@ -171,23 +173,25 @@ class Supernet(ReadThrough):
         self.report = report
         self._hold(network)
         self._largest = space.largest()
-        self._actuation = Actuation(self._run_of(self._largest), self._own(NormTable(space.id)))
+        self._actuation = Actuation(self._run_of(self._largest), NormTable(space.id))
         self._actuation.join(network)
         self._actuation.supernet = weakref.ref(self)
         for operator in operators_in(network):
             operator.actuation = self._actuation
         self._views = Views()
         self._generation = Generation(self, self._views)
+        norms = list(self.norm_operators().values())
+        self._statistics = Statistics(self, self._actuation, came_trained(norms))
+        self.norms = NormTable(space.id)
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
-        self._original = self._generation.moment() if self._trained_statistics() else None
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_outer_load)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        original = self._unchanged_since_then()
-        state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
+        original = self._statistics.original
+        state = {**self.__dict__, "_views": None, "_statistics": original, "_checked": set()}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -219,7 +223,7 @@ class Supernet(ReadThrough):
         self._actuation.supernet = weakref.ref(self)
         self._views = Views()
         self._generation = Generation(self, self._views)
-        self._original = self._generation.moment() if state["_original"] else None
+        self._statistics = Statistics(self, self._actuation, original=state["_statistics"])
 
     @property
     def network(self) -> Any:
@@ -240,20 +244,18 @@ class Supernet(ReadThrough):
             network.training = mode
 
     @property
+    def statistics(self) -> Statistics:
+        """The BatchNorm statistics: `supernet.statistics(spec)` returns those that a subnet runs on."""
+        return self._statistics
+
+    @property
     def norms(self) -> NormTable:
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
-        actuation = self._actuation
-        if actuation.moving is not None:
-            with self._generation.lock:
-                moving, actuation.moving = actuation.moving, None
-                if moving in actuation.norms.rows.values():  # Training has moved it.
-                    self.adopt_statistics()
-        table: NormTable = actuation.norms
-        return table
+        return self._statistics.table
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._actuation.norms = self._own(table)
+        self._statistics.table = table
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
@@ -303,27 +305,6 @@ class Supernet(ReadThrough):
             self._generation.move(same=True)
         return space
 
-    def precision_errors(self, spec: SubnetSpec, x: Any) -> dict[str, float]:
-        """Return how far each layer of a subnet is off because of its precision. Outliers show here.
-
-        Args:
-            spec: a subnet at int8 or bfloat16.
-            x: a batch that the network takes.
-
-        Returns:
-            Name of the module -> relative error of its outputs for the inputs that it has at float32.
-
-        Raises:
-            PrecisionError: the subnet is float32, or a weight is not finite.
-        """
-        spec = self.space.check(spec)
-        if spec.precision == FLOAT32:
-            raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
-        with self._generation.lock:
-            exact = self.private_view(self.space.at_precision(spec, FLOAT32))[0]
-            low = self.private_view(spec)[0]
-        return layer_errors(exact, low, lambda network: call_with(network, x))
-
     @property
     def packs(self) -> bool:
         """Whether views have packed copies of linear layers' slices that are several runs of the weight.
@@ -369,11 +350,17 @@ class Supernet(ReadThrough):
             spec = self.space.check(spec)
         if self._generation.notice_replacements():
             with self._generation.lock:
-                return self._bind(spec, self.norms.get(spec), fresh=True)
+                return self._view(spec, self.norms.get(spec), fresh=True)
         norms = self.norms
         with self._views.lock:
             view = self._views.get(spec, norms.get(spec))
-        return self._build(spec) if view is None else view
+        if view is not None:
+            return view
+        spec = self.space.check(spec)
+        with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
+            view, statistics = self.private_view(spec)
+            state_sizes = partial(state_sizes_, whole=self._present(), space=self.space, spec=spec)
+            return self._views.keep(spec, view, statistics, self.cached_views, state_sizes)
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
@@ -388,7 +375,7 @@ class Supernet(ReadThrough):
                 number = self.generation.number
                 with self._generation.own_weights():
                     statistics = self.norms.get(spec)
-                    view = self._bind(spec, statistics)
+                    view = self._view(spec, statistics)
         if statistics is None and not self._warned and self.norm_operators():
             self._warned = True
             warn_of_shared(spec)
@@ -472,20 +459,6 @@ class Supernet(ReadThrough):
             spec = self.space.check(spec)
         return Run(spec, self.space.resolve(spec), spec.base == self._largest)
 
-    def statistics_of_largest(self) -> dict[str, Tensor]:
-        """Return, by name, the shared statistics that are others in the row of the largest subnet."""
-        row, sizes = self.norms.get(self._largest), self.space.resolve(self._largest)
-        pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-        for path, norm in self._present().named_modules(remove_duplicate=False):
-            if isinstance(norm, SubnetNorm) and norm.path in pairs:
-                pair = norm.readable(sizes, pairs[norm.path])
-                for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
-                    shared = norm.get_buffer(name)
-                    norm.scatter_(sizes, tensor := shared.clone(), statistic)
-                    if tensor.is_meta or not torch.equal(tensor, shared):
-                        others[f"{path}.{name}"] = tensor
-        return others
-
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
 
@@ -502,7 +475,7 @@ class Supernet(ReadThrough):
         self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
-            view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
+            view = self._bind(spec, self.norms.get(spec), fresh=fresh)
             named = self._present().named_modules(remove_duplicate=False)
             network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
             state_sizes_(network, self._present(), self.space, spec)
@@ -532,7 +505,7 @@ class Supernet(ReadThrough):
             >>> assert supernet.remove() is model
         """
         elastic = self._present()
-        for path, tensor in self.statistics_of_largest().items():
+        for path, tensor in self._statistics.of_largest().items():
             norm, _, name = path.rpartition(".")
             elastic.get_submodule(norm)._buffers[name] = tensor
         operators = operators_in(elastic)
@@ -591,7 +564,7 @@ class Supernet(ReadThrough):
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
             precisions = self.precision.precisions
-            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
+            check_precisions(self.space, precisions, x, lambda spec: self._view(spec, self.norms.get(spec)))
         return report
 
     def check_once(self, x: Any) -> None:
@@ -607,80 +580,12 @@ class Supernet(ReadThrough):
             self.check(x, thorough=False)
             self._checked.add((shapes, number))
 
-    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
-        """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
-
-        Raises:
-            SpecError: there is no specification, one occurs twice, or one is not of this space.
-        """
-        given: Any = specs
-        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
-            kind = type(given).__name__
-            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
-        found = [self.space.check(spec) for spec in given]
-        if not found or len(set(found)) < len(found):
-            got = next((f"{spec} twice" for spec in found if found.count(spec) > 1), "none")
-            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
-        return found
-
-    def calibrated(self, spec: SubnetSpec) -> bool:
-        """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
-        return self.space.check(spec) in self._actuation.norms or not self.norm_operators()
-
-    def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
-        """Refuse `specs` of which one has no BatchNorm statistics of its own, with `NotCalibrated`."""
-        bare = [spec for spec in specs if not self.calibrated(spec)]
-        if bare:
-            raise NotCalibrated(
-                f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
-                "first; call subnetact.calibrate(supernet, specs, batches), or make the engine or file with "
-                "allow_uncalibrated=True, to use the shared ones"
-            )
-
-    def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the BatchNorm statistics that the subnet `spec` runs on: its own, or the shared ones.
-
-        They are the tensors in use, not copies: BatchNorm name -> (mean, variance), of shape (channels,).
-
-        Raises:
-            SpecError: its own statistics lack a BatchNorm or have another number of channels.
-        """
-        spec = self.space.check(spec)
-        return self._statistics(spec, self.norms.get(spec))
-
     def adopt_statistics(self) -> None:
         """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
 
         In a pretrained network, it is then the original network, bit for bit.
         """
-        largest = self.space.largest()
-        with outside_modes():
-            self._actuation.norms.update({largest: NormRow.of(self._statistics(largest, None))})
-
-    def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        self._bind(spec, row, note=found, hooked=False)
-        return found
-
-    def has_original_statistics(self) -> bool:
-        """Tell whether the largest subnet is the trained network that `insert_` was given, unchanged since.
-
-        `calibrate` then leaves it alone. Networks of families were trained as supernets.
-        """
-        return self.origin is None and self._unchanged_since_then()
-
-    def renew_original_statistics(self) -> None:
-        """Declare that a change of weights left the function of the largest subnet as it was."""
-        self._original = self.generation.moment()
-
-    def _unchanged_since_then(self) -> bool:
-        return self._original is not None and self._original == self.generation.moment()
-
-    def _trained_statistics(self) -> bool:
-        """Tell whether the network came with statistics of its own."""
-        norms: Any = [norm._buffers for norm in self.norm_operators().values()]
-        pairs = ((own["running_mean"], own["running_var"]) for own in norms if "running_mean" in own)
-        return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
+        self._statistics.adopt()
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -786,14 +691,12 @@ class Supernet(ReadThrough):
             >>> small = subnetact.from_pretrained("folder", subnet="small")
             >>> supernet.save_pretrained("small", only="small", example=x)
         """
-        from subnetact import save_cut_out, save_folder  # type: ignore[attr-defined]
-
         self._generation.look()
         card = self.card.extended(self.space, subnets, quality, source, licence, factory)
         if only is not None:
-            save_cut_out(self, folder, card, only, example, shard_bytes)
+            late.find("save_cut_out")(self, folder, card, only, example, shard_bytes)
         else:
-            save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
+            late.find("save_folder")(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
     # -- nn.Module --------------------------------------------------------------------------------
 
@@ -815,7 +718,7 @@ class Supernet(ReadThrough):
         prefix = kwargs.get("prefix", "".join(args[1:2]))
         with self._generation.lock:
             state = self._present().state_dict(*args, **kwargs)
-            state.update({prefix + name: t for name, t in self.statistics_of_largest().items()})
+            state.update({prefix + name: t for name, t in self._statistics.of_largest().items()})
             return state
 
     def load_state_dict(
@@ -855,7 +758,7 @@ class Supernet(ReadThrough):
             ForeignSpec: the norm table is of another space.
         """
         if norms is not None:
-            self._require_own(norms)
+            self._statistics.require_own(norms)
         state_dict = fitting(state_dict, self._present().state_dict(), strict)
         return load_(self, state_dict, strict, assign, norms)
 
@@ -880,7 +783,7 @@ class Supernet(ReadThrough):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
-            original = self._unchanged_since_then()
+            original = self._statistics.original
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.begin_exchange()
             try:
@@ -888,7 +791,8 @@ class Supernet(ReadThrough):
                 self._actuation.norms.apply(fn)
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
-                self._original = self._generation.moment() if original else None
+                if original:
+                    self._statistics.renew_original()
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
@@ -902,58 +806,27 @@ class Supernet(ReadThrough):
             )
         return network
 
-    def _require_own(self, table: NormTable) -> None:
-        given: Any = table
-        if not isinstance(given, NormTable):
-            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
-        if table.space != self.space.id:
-            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
-
-    def _own(self, table: NormTable) -> NormTable:
-        """Return a copy of a norm table, on the device of the weights."""
-        self._require_own(table)
-        return table.to_like(next(iter(self.norm_operators().values()), None))
-
-    def _build(self, spec: SubnetSpec) -> nn.Module:
-        spec = self.space.check(spec)
-        with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
-            view, statistics = self.private_view(spec)
-            state_sizes = partial(state_sizes_, whole=self._present(), space=self.space, spec=spec)
-            return self._views.keep(spec, view, statistics, self.cached_views, state_sizes)
-
-    def _bind(
-        self,
-        spec: SubnetSpec,
-        statistics: NormRow | None,
-        fresh: bool = False,
-        note: dict[str, tuple[Tensor, Tensor]] | None = None,
-        hooked: bool = True,
-    ) -> nn.Module:
-        """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
-        row = self.space.resolve(spec)
-        pairs: Mapping[str, tuple[Tensor, Tensor]] | None = None
-
-        def bind_norm(norm: SubnetNorm) -> nn.Module:
-            if pairs is not None and norm.path not in pairs:
-                raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
-            measured = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
-            mean, var = norm.readable(row, measured)
-            if note is not None:
-                note[norm.path] = mean, var
-            return norm.bind_with(row, mean, var, fresh)
-
+    def _bind(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
+        """Bind the network of one subnet, whose calls nothing watches yet."""
+        sizes = self.space.resolve(spec)
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
-            pairs = None if statistics is None else statistics.pairs()
             require_whole(self._present())
-            view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
+            norm = Binding(spec, sizes, statistics, fresh)
+            view = bind(self._present(), sizes, norm, fresh, None if fresh else self._views.frozen)
             self._actuation.leave_view(view)
             own_state_(view, () if fresh else self.state)
             object.__setattr__(view, "is_whole", True)
             if hasattr(type(view), "save_pretrained") and spec.base != self._largest:
                 object.__setattr__(view, "save_pretrained", Saver(view))
-            if hooked and self.proved is not None:
+            return view
+
+    def _view(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
+        """Bind the network of one subnet, and let its calls be watched."""
+        with self._generation.lock:
+            view = self._bind(spec, statistics, fresh=fresh)
+            if self.proved is not None:
                 view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
-            if hooked and self.on_bind is not None:
+            if self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
-        return view
+            return view

@@ -209,7 +209,7 @@ def distill_(
         raise TrainingError(f"distillation: {distillation} needs labels; without them, it is 1.0")
     space, device = supernet.space, supernet.device
     even = (even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0))
-    specs = list(dict.fromkeys(even)) if subnets is None else supernet.distinct(subnets, "distill_")
+    specs = list(dict.fromkeys(even)) if subnets is None else supernet.space.distinct(subnets, "distill_")
     parameters = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     if not parameters:
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
