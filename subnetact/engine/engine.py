@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from operator import index
 from threading import RLock
 from typing import Any
 
@@ -27,6 +26,7 @@ from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
 from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.engine.registry import Registry
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
 from subnetact.files.documents import StrPath
@@ -40,7 +40,7 @@ from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.untraced_changes import stale_weights
 
 
-class Engine:
+class Engine(Registry[ReadySubnet]):
     """The registered subnets of one supernet, ready to run on one device from one copy of the weights.
 
     An engine is what a `Batcher` runs and what `profile_latency` measures. It may be used from many threads.
@@ -153,15 +153,14 @@ class Engine:
             self._shapes.require_harmless(self.specs, self.device)
 
     @classmethod
-    def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
+    def from_config(cls, supernet: Supernet, config: EngineConfig, check: bool | None = None) -> Engine:
         """Make the engine of a configuration, `Engine.config` of another one for example.
-
-        Nothing is checked that was checked when the other engine was made: a subnet that lacks statistics
-        refuses its own calls and no others.
 
         Args:
             supernet: the supernet, on the same weights.
             config: everything else.
+            check: as in `Engine`. If None, nothing is checked that was checked when the other engine was
+                made: a subnet that lacks statistics refuses its own calls and no others.
 
         Returns:
             The engine.
@@ -171,8 +170,8 @@ class Engine:
             EngineError: as in `Engine`.
             SpecError: a subnet is of another space.
         """
-        engine = object.__new__(cls)
-        engine._open(supernet, config, None)
+        engine = cls.__new__(cls)
+        engine._open(supernet, config, check)
         return engine
 
     def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
@@ -187,7 +186,8 @@ class Engine:
         self.supernet = supernet
         if self.device != supernet.device:
             supernet.to(self.device)
-        self._config = config
+        self._config = replace(config, specs=(), accuracy=(), removed=())
+        self._served: dict[int, ReadySubnet] = {}
         self.prepared: tuple[int, ...] = ()
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
@@ -198,8 +198,6 @@ class Engine:
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = new_lock(RLock), new_lock()
-        self._subnets: tuple[ReadySubnet, ...] = ()
-        self._served: dict[int, ReadySubnet] = {}
         self._compiler = None if config.compile is None else Compiler(config.compile)
         backend = graph_backend(self.device)
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
@@ -207,7 +205,7 @@ class Engine:
         programs = Budget(self._budget - for_graphs)
         self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
         if check is not None:
-            self._try_samples(check)
+            self._try_samples(config.served, check)
         self.follow(config)
 
     def _never_fuses(self) -> str:
@@ -218,8 +216,8 @@ class Engine:
             return "the engine has no memory budget; give memory_budget_mb="
         return "" if self._config.fuse else "the engine was made with fuse=False"
 
-    def _try_samples(self, check: bool) -> None:
-        space, specs, rows = self.supernet.space, self._config.served, list[Any]()
+    def _try_samples(self, specs: Sequence[SubnetSpec], check: bool) -> None:
+        space, rows = self.supernet.space, list[Any]()
         for sample in self._shapes.samples if specs else ():
             batch = self._stager.stack([sample], 1)
             smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
@@ -238,41 +236,13 @@ class Engine:
 
     # -- registration ----------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """Return the number of subnets that were registered, removed ones included."""
-        return len(self._subnets)
-
     def __repr__(self) -> str:
         return f"Engine({self.supernet.space.name}, {len(self.ids)} subnets, on {self.device})"
-
-    @property
-    def specs(self) -> tuple[SubnetSpec, ...]:
-        """The registered subnets in id order, removed ones included."""
-        return tuple(subnet.spec for subnet in self._subnets)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The readable keys of the subnets in id order, removed ones included."""
-        return tuple(subnet.spec.key for subnet in self._subnets)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the subnets in id order, as a bundle has them, or `subnet-0` and so on."""
         return self.supernet.card.names_of(self.specs)
-
-    @property
-    def accuracy(self) -> tuple[float | None, ...]:
-        """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
-        return tuple(subnet.accuracy for subnet in self._subnets)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The ids of the subnets that are served, in ascending order."""
-        return tuple(sorted(self._served))
-
-    def _calibrated_ids(self) -> tuple[int, ...]:
-        every = self._config.allow_uncalibrated
-        return tuple(i for i in self.ids if every or self.supernet.statistics.calibrated(self.specs[i]))
 
     @property
     def fingerprint(self) -> str:
@@ -286,12 +256,8 @@ class Engine:
     @property
     def config(self) -> EngineConfig:
         """Everything that the engine consists of now, apart from the supernet and the latency tables."""
-        subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
         return replace(
             self._config,
-            specs=tuple(subnet.spec for subnet in subnets),
-            accuracy=tuple(subnet.accuracy for subnet in subnets),
-            removed=tuple(subnet.id for subnet in subnets if subnet.id not in served),
             pinned=self._plan.pinned,
             prepared=self.prepared,
             sample=self._shapes.follow().given,
@@ -344,11 +310,13 @@ class Engine:
         with self._changing:
             if not self._config.allow_uncalibrated:
                 self.supernet.statistics.require([spec])
-            known, config = {subnet.spec: subnet.accuracy for subnet in self._subnets}, self.config
-            known[spec] = known.get(spec) if percent is None else percent
-            subnet = list(known).index(spec)
+            config, figures = self.config, dict(zip(self.specs, self.accuracy, strict=True))
+            figures[spec] = figures.get(spec) if percent is None else percent
+            subnet = list(figures).index(spec)
             removed = tuple(i for i in config.removed if i != subnet)
-            self.follow(replace(config, specs=tuple(known), accuracy=[*known.values()], removed=removed))
+            self.follow(
+                replace(config, specs=tuple(figures), accuracy=tuple(figures.values()), removed=removed)
+            )
             return subnet
 
     def remove(self, subnet: int) -> None:
@@ -364,19 +332,19 @@ class Engine:
             config: of another engine of the same supernet, for example. It is not checked.
         """
         with self._changing:
-            first, removed = len(self._subnets), set(config.removed)
-            added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], first)]
-            subnets = (*self._subnets, *added)
-            served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
-            every = config.allow_uncalibrated
-            for subnet in served.values():
-                if subnet.bound is None and (every or self.supernet.statistics.calibrated(subnet.spec)):
-                    subnet.bound = self._bind(subnet.spec)
-            for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
-                subnet.accuracy = percent
+            served = {
+                i: self._served.get(i) or ReadySubnet(i, spec, self._run)
+                for i, spec in enumerate(config.specs)
+                if i not in config.removed
+            }
+            for subnet in self._runnable(served):
+                subnet.bound = subnet.bound or self._bind(subnet.spec)
             gone = [self._served[i] for i in self._served.keys() - served.keys()]
+            accuracy = config.accuracy or (None,) * len(config.specs)
+            removed = tuple(sorted(config.removed))
             with self._rebinding:
-                self._subnets, self._served = subnets, served
+                self._served = served
+                self._config = replace(self._config, specs=config.specs, accuracy=accuracy, removed=removed)
                 for subnet in gone:
                     subnet.bound = None
             for subnet in gone:
@@ -386,7 +354,12 @@ class Engine:
                         part.drop(subnet.id)
             self._change_plan(config.pinned)
             if self._compiler is not None and config.prepared != self.prepared:
-                self.prepare(config.prepared, self._calibrated_ids())
+                self.prepare(config.prepared, [subnet.id for subnet in self._runnable(served)])
+
+    def _runnable(self, served: Mapping[int, ReadySubnet]) -> list[ReadySubnet]:
+        """Return the subnets that have the statistics which they need, in id order."""
+        every, calibrated = self._config.allow_uncalibrated, self.supernet.statistics.calibrated
+        return [subnet for _, subnet in sorted(served.items()) if every or calibrated(subnet.spec)]
 
     def _change_plan(self, pinned: Sequence[int]) -> None:
         self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
@@ -394,21 +367,6 @@ class Engine:
         self.changes += 1
 
     # -- running ---------------------------------------------------------------------------------
-
-    def ready(self, subnet: int) -> ReadySubnet:
-        """Return the callable of a registered `subnet`. This takes well below a microsecond.
-
-        It is a function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
-
-        Raises:
-            SpecError: there is no such id, or the subnet was removed.
-        """
-        found = self._served.get(subnet) if type(subnet) is int else self._served.get(_id(subnet))
-        if found is None:
-            ids = self.ids
-            span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
-            raise SpecError(f"no subnet {subnet}; this engine has {span}")
-        return found
 
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a registered subnet.
@@ -641,10 +599,10 @@ class Engine:
         end = time.monotonic() + limit_s
         for size in [] if self._compiler is not None else sorted(batch_sizes):
             x = self._stager.stack([self.sample], size)
-            for subnet in self._calibrated_ids():
+            for subnet in self._runnable(self._served):
                 if time.monotonic() > end:
                     return
-                self._run(self.ready(subnet), x)
+                self._run(subnet, x)
 
     def stats(self) -> EngineStats:
         """Return the bytes that are held, and which subnets are fused, at this moment."""
@@ -746,8 +704,7 @@ class Engine:
         """
         check = options.pop("check", True)
         found, config, tables, fingerprint = load_bundle(directory, supernet, mapped, options)
-        engine = object.__new__(cls)
-        engine._open(found, config, check)
+        engine = cls.from_config(found, config, check)
         engine.tables.update(tables)
         engine._fingerprints.add(fingerprint)
         return engine
@@ -779,8 +736,9 @@ class Engine:
         return output
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
+        subnet = self._served.get(subnet.id, subnet)  # It may have been removed and registered again.
         bound = subnet.bound
-        if bound is None and self._served.get(subnet.id) is not subnet:
+        if bound is None and subnet.id not in self._served:
             raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
         if bound is None or not bound.current:
             bound = self._bind(subnet.spec)
@@ -798,10 +756,3 @@ class Engine:
             bound = Bound.of(self.supernet, spec)
             if bound.statistics_row is not None or not self.supernet.norm_operators():
                 return bound
-
-
-def _id(subnet: Any) -> int:
-    with suppress(TypeError):
-        if not isinstance(subnet, bool):
-            return index(subnet)
-    raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet")

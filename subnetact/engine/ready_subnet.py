@@ -68,14 +68,12 @@ class ReadySubnet:
     Attributes:
         id: the subnet's number in its engine.
         spec: the subnet.
-        accuracy: in percent, or None if it is not known.
         bound: the current view, or None if there is none yet or the subnet was removed.
     """
 
     id: int
     spec: SubnetSpec
     _run: Callable[[ReadySubnet, Any], Any]
-    accuracy: float | None = None
     bound: Bound | None = None
 
     def __repr__(self) -> str:

@@ -104,13 +104,12 @@ def load_(
 def before_outer_load(supernet: Any, *_: Any) -> None:
     """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
-    supernet.__dict__["rows_before_load"] = _rows_before(supernet)
+    supernet.statistics.keep_rows = _rows_before(supernet)
 
 
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    rows = supernet.__dict__.pop("rows_before_load")()
-    warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
+    warn_of_dropped(supernet.statistics.keep_rows(), "assign those of the new weights to supernet.norms after the load")
 
 
 def _rows_before(supernet: Any) -> Callable[[], int]:

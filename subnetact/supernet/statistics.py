@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,13 @@ class Statistics:
         supernet: the supernet.
         actuation: what its operators read the table of statistics rows from.
         original: whether those that its network has are those that it was trained with.
+
+    Attributes:
+        keep_rows: while a module around the supernet is loaded, what keeps the rows that fit the weights
+            afterwards, and returns how many it has dropped.
     """
+
+    keep_rows: Callable[[], int]
 
     def __init__(self, supernet: Any, actuation: Actuation, original: bool) -> None:
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
