@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators.tensor_version import tensor_place
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.statistics import RowsBefore
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
@@ -73,7 +74,7 @@ def load_(
     """Load what fits, as `Supernet.load_state_dict` says; a failure leaves everything as it was."""
     network, generation = supernet.network, supernet.generation
     with generation.lock:
-        table, keep_rows = supernet.norms, None if norms is not None else _rows_before(supernet)
+        table, before = supernet.norms, None if norms is not None else _rows_before(supernet)
         modules: Any = network.modules() if assign else ()
         held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
         moved: list[tuple[Tensor, Tensor]] = []
@@ -83,8 +84,8 @@ def load_(
             moved = [] if assign else renew_storage_(network)
             result = network.load_state_dict(state_dict, strict, assign)
             loaded = True
-            if keep_rows is not None:
-                dropped = keep_rows()
+            if before is not None:
+                dropped = _keep_rows(supernet, before)
             elif norms is not None:
                 supernet.norms = norms  # In the dtype that `assign` may have given the weights.
         except BaseException:
@@ -104,31 +105,30 @@ def load_(
 def before_outer_load(supernet: Any, *_: Any) -> None:
     """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
-    supernet.statistics.keep_rows = _rows_before(supernet)
+    supernet.statistics.before_load = _rows_before(supernet)
 
 
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    warn_of_dropped(supernet.statistics.keep_rows(), "assign those of the new weights to supernet.norms after the load")
+    rows = _keep_rows(supernet, supernet.statistics.before_load)
+    warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 
-def _rows_before(supernet: Any) -> Callable[[], int]:
-    """Return a function that keeps the statistics rows of a supernet after a load.
+def _rows_before(supernet: Any) -> RowsBefore:
+    """Return whether the row of the largest subnet is an adopted one, and the checksums of the weights."""
+    largest = supernet.norms.get(supernet.space.largest())
+    return largest is not None and not supernet.statistics.of_largest(), _weight_checksums(supernet)
 
-    It drops them if the load changed weights, lets an adopted row follow, and returns how many were dropped.
-    """
-    largest, before = supernet.norms.get(supernet.space.largest()), _weight_checksums(supernet)
-    adopted = largest is not None and not supernet.statistics.of_largest()
 
-    def keep() -> int:
-        dropped = 0 if _weight_checksums(supernet) == before else len(supernet.norms) - adopted
-        if dropped:
-            supernet.norms = NormTable(supernet.space.id)
-        if adopted:
-            supernet.statistics.adopt()
-        return dropped
-
-    return keep
+def _keep_rows(supernet: Any, before: RowsBefore) -> int:
+    """Drop the statistics rows if a load changed weights, let an adopted row follow; return how many went."""
+    adopted, checksums = before
+    dropped = 0 if _weight_checksums(supernet) == checksums else len(supernet.norms) - adopted
+    if dropped:
+        supernet.norms = NormTable(supernet.space.id)
+    if adopted:
+        supernet.statistics.adopt()
+    return dropped
 
 
 def _weight_checksums(supernet: Any) -> list[int]:

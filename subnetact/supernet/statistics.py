@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
 
-Pair = tuple[Tensor, Tensor]
+Pair: TypeAlias = tuple[Tensor, Tensor]
 """A mean and a variance, each of shape (channels,)."""
+RowsBefore: TypeAlias = tuple[bool, list[int]]
+"""Whether the largest subnet had adopted the shared statistics, and the checksums of the weights."""
 
 
 class Binding:
@@ -52,11 +54,10 @@ class Statistics:
         original: whether those that its network has are those that it was trained with.
 
     Attributes:
-        keep_rows: while a module around the supernet is loaded, what keeps the rows that fit the weights
-            afterwards, and returns how many it has dropped.
+        before_load: what tells, after a module around the supernet was loaded, which rows still fit.
     """
 
-    keep_rows: Callable[[], int]
+    before_load: RowsBefore
 
     def __init__(self, supernet: Any, actuation: Actuation, original: bool) -> None:
         self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
