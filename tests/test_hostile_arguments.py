@@ -155,13 +155,13 @@ def test_a_supernet_without_its_operators_is_refused_everywhere(tmp_path: Path) 
 def test_copies_keep_the_statistics_that_the_network_came_with() -> None:
     supernet = supernet_of()
     copied = copy.deepcopy(supernet)
-    assert supernet.has_original_statistics()
-    assert copied.has_original_statistics()
+    assert supernet.statistics.original
+    assert copied.statistics.original
     with torch.no_grad():
         next(copied.parameters()).mul_(2)
-    assert not copied.has_original_statistics()
-    assert not copy.deepcopy(copied).has_original_statistics()
-    assert supernet.has_original_statistics()
+    assert not copied.statistics.original
+    assert not copy.deepcopy(copied).statistics.original
+    assert supernet.statistics.original
 
 
 def test_verify_finds_changed_attributes() -> None:

@@ -26,7 +26,7 @@ def test_the_largest_subnet_is_the_original_after_calibration(adopt: bool | None
     assert report.adopted == (space.largest(),)
     assert (report.subnets, report.batches) == (1, len(BATCHES))
     assert "the largest subnet keeps the statistics that the network came with" in str(report)
-    assert supernet.calibrated(space.largest())
+    assert supernet.statistics.calibrated(space.largest())
     assert calibrate(supernet, [space.largest()], [], progress=False).adopted
 
 
@@ -42,7 +42,7 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
     trained = supernet_of(pretrained())
     trained.train()
     trained(BATCHES[0], subnet=trained.space.smallest()).sum().backward()
-    assert trained.has_original_statistics(), "a narrow subnet moves copies of them"
+    assert trained.statistics.original, "a narrow subnet moves copies of them"
     trained(BATCHES[0], subnet=trained.space.largest()).sum().backward()
     assert not adopted(trained.eval())
     loaded = supernet_of(pretrained())
@@ -86,9 +86,9 @@ def replaced(supernet: Supernet) -> None:
 def test_changed_weights_get_statistics_of_their_own(door: Callable[[Supernet], None]) -> None:
     supernet = supernet_of(pretrained())
     largest = supernet.space.largest()
-    assert supernet.has_original_statistics()
+    assert supernet.statistics.original
     door(supernet)
-    assert not supernet.has_original_statistics()
+    assert not supernet.statistics.original
     assert not calibrate(supernet, [largest], BATCHES, progress=False).adopted
     x = torch.cat(BATCHES)
     y = torch.nn.functional.conv2d(x, supernet.network[0].weight, supernet.network[0].bias)
@@ -103,10 +103,10 @@ def test_weights_in_another_place_are_still_the_original_ones() -> None:
     storages = {t.untyped_storage()._cdata: t.untyped_storage().clone() for t in supernet.tensors()}
     supernet.exchange_storage(storages)
     supernet.to("cpu")
-    assert supernet.has_original_statistics()
+    assert supernet.statistics.original
     supernet.double()
-    assert supernet.has_original_statistics()
-    assert copy.deepcopy(supernet).has_original_statistics()
+    assert supernet.statistics.original
+    assert copy.deepcopy(supernet).statistics.original
 
 
 def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
@@ -139,7 +139,7 @@ def test_training_is_noticed_where_torch_counts_nothing() -> None:
     network = pretrained()
     network[1].num_batches_tracked = None
     supernet = supernet_of(network)
-    assert supernet.has_original_statistics()
+    assert supernet.statistics.original
     supernet.train()
     supernet(BATCHES[0])
-    assert not supernet.eval().has_original_statistics()
+    assert not supernet.eval().statistics.original

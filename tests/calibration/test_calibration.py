@@ -58,7 +58,7 @@ def test_statistics_follow_the_weighted_biased_rule(digits: Supernet) -> None:
         expected = by_hand(digits.extract(spec))
         subnetact.calibrate(digits, [spec], BATCHES, progress=False)
         extracted = digits.extract(spec)
-        assert digits.calibrated(spec)
+        assert digits.statistics.calibrated(spec)
         for name, (mean, var) in expected.items():
             norm = extracted.get_submodule(name)
             torch.testing.assert_close(norm.running_mean, mean, rtol=1e-5, atol=1e-6)
@@ -98,7 +98,7 @@ def test_interruption_changes_nothing(digits: Supernet) -> None:
     with pytest.raises(KeyboardInterrupt):
         subnetact.calibrate(digits, [spec, other], interrupted(), progress=False)
     assert torch.equal(digits(X, subnet=spec), before)
-    assert not digits.calibrated(other)
+    assert not digits.statistics.calibrated(other)
 
 
 def test_no_batches_and_foreign_specs_are_refused(digits: Supernet) -> None:
@@ -125,7 +125,7 @@ def test_a_table_round_trips_and_is_a_drop_in(digits: Supernet, tmp_path) -> Non
     digits.norms.save(tmp_path / "norms.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["norms.safetensors"]
     digits.norms = NormTable(digits.space.id)
-    assert not digits.calibrated(specs[0])
+    assert not digits.statistics.calibrated(specs[0])
     loaded = NormTable.load(tmp_path / "norms.safetensors")
     assert list(loaded) == list(dict.fromkeys(specs))
     digits.norms = loaded
@@ -180,7 +180,7 @@ def test_bad_batches_commit_nothing(digits: Supernet) -> None:
     ):
         with pytest.raises(SpecError, match=message):
             subnetact.calibrate(digits, [spec], batches, progress=False)
-    assert not digits.calibrated(spec)
+    assert not digits.statistics.calibrated(spec)
 
 
 def test_pairs_of_images_and_labels_and_inference_mode_do(digits: Supernet) -> None:
@@ -266,7 +266,7 @@ def test_a_network_without_batchnorm_needs_no_calibration() -> None:
 
     supernet = subnetact.insert_(nn.Sequential(nn.Linear(3, 4)), space, {"0": WeightSlice.on(out="c")})
     subnetact.calibrate(supernet, [space.smallest()], [], progress=False)
-    assert supernet.calibrated(space.smallest())
+    assert supernet.statistics.calibrated(space.smallest())
 
 
 def test_a_description_that_forgets_a_module_is_told_where() -> None:

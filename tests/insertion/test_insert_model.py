@@ -497,8 +497,8 @@ def test_the_proof_sees_through_scales_that_begin_at_zero() -> None:
 
 def test_the_largest_subnet_keeps_the_statistics_of_the_model() -> None:
     supernet = subnetact.insert_(make("resnet18"), example=torch.randn(1, 3, 64, 64))
-    assert supernet.calibrated(supernet.space.largest())
-    assert not supernet.calibrated(supernet.space.smallest())
+    assert supernet.statistics.calibrated(supernet.space.largest())
+    assert not supernet.statistics.calibrated(supernet.space.smallest())
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:

@@ -117,7 +117,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert engine.keys == table.subnets
     assert engine.accuracy == table.accuracy
     assert engine.tables == {"measured": table, "scheduler": scheduler}
-    assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
+    assert all(engine.supernet.statistics.calibrated(spec) for spec in engine.specs)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
     policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
     assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0

@@ -35,6 +35,7 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.elementwise import Elementwise
+from subnetact.supernet.precision import precision_errors
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
 
@@ -340,16 +341,16 @@ def test_check_refuses_a_network_that_int8_ruins() -> None:
     supernet.network.bn.bias.data[0] = 0
     supernet.refresh()
     x = torch.randn(2, 1, 16, 16)
-    assert supernet.precision_errors(space.smallest(), x)["stages.0.0.conv1"] > 0.5
+    assert precision_errors(supernet, space.smallest(), x)["stages.0.0.conv1"] > 0.5
 
 
 def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
     low = digits.space.at_precision(digits.space.largest(), "int8")
-    errors = digits.precision_errors(low, torch.randn(2, 1, 16, 16))
+    errors = precision_errors(digits, low, torch.randn(2, 1, 16, 16))
     assert set(errors) == {name for name, _ in low_modules(digits)}
     assert 0 < max(errors.values()) < 0.05
     with pytest.raises(PrecisionError, match="is float32"):
-        digits.precision_errors(digits.space.largest(), torch.zeros(1, 1, 16, 16))
+        precision_errors(digits, digits.space.largest(), torch.zeros(1, 1, 16, 16))
 
 
 def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
@@ -391,7 +392,7 @@ def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
     report = subnetact.calibrate(digits, [low, exact], [torch.randn(8, 1, 16, 16)], progress=False)
     assert report.subnets == 1
     assert digits.norms.get(low) is digits.norms.get(exact) is not None
-    assert digits.calibrated(low)
+    assert digits.statistics.calibrated(low)
 
 
 def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
