@@ -61,13 +61,14 @@ class Actuation:
         largest: the largest subnet.
         active: the subnet that runs where no other one was asked for.
         norms: the statistics rows of the subnets.
+        packs: whether views have packed copies of slices of linear layers that are several runs.
         supernet: returns the supernet, or None if it is gone, or was not copied with the network.
         moving: the row of the largest subnet from which training has moved the shared statistics on since.
     """
 
     def __init__(self, largest: Run, norms: Any) -> None:
         self.largest = self.active = largest
-        self.norms, self.moving = norms, None
+        self.norms, self.moving, self.packs = norms, None, True
         self.supernet: Callable[[], Any] = _no_supernet
         self._changes: dict[int, deque[tuple[int, Run]]] = {}
         self._calls: dict[int, list[Any]] = {}

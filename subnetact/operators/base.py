@@ -145,16 +145,11 @@ class Operator(ReadThrough):
     precision_dim: int | None = None
     """The position in the size row of the bits of the weight. If None, it stays as it is in every subnet."""
 
-    packs: bool = True
-    """Whether slices of linear layers in several runs become packed copies (`Supernet.packs`)."""
-
     template: Any
 
-    placed: bool = False
-    """Whether the operator is in the place of its template, so that other attributes are those of that."""
-
     actuation: Actuation | None = None
-    """What says which subnet runs when the network is called; None outside of supernets."""
+    """What says which subnet runs when the network is called; None outside of supernets. In one, the operator
+    is in the place of its template, and attributes that are set and not its own are those of that."""
 
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
@@ -493,7 +488,7 @@ class Operator(ReadThrough):
         return type(self).__name__
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.placed and not (name in self.__dict__ or hasattr(type(self), name)):
+        if self.actuation is not None and not (name in self.__dict__ or hasattr(type(self), name)):
             setattr(self.template, name, value)
         else:
             super().__setattr__(name, value)
@@ -554,8 +549,7 @@ class Operator(ReadThrough):
             operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
             if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
                 operator.check()
-                settings = ("actuation", "packs", "precision_dim", "placed")
-                vars(operator).update({n: v for n, v in vars(self).items() if n in settings})
+                operator.actuation, operator.precision_dim = self.actuation, self.precision_dim
                 return operator
         return None
 

@@ -1,6 +1,7 @@
 """The version counter of a tensor, which tells whether the tensor has changed in place, and its storage."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,4 +39,7 @@ def _count_fused_step(optimizer: Optimizer, _: Any, __: Any) -> None:
             increment_version([p for p in group["params"] if p.grad is not None])
 
 
-register_optimizer_step_post_hook(_count_fused_step)
+@cache
+def count_fused_steps() -> None:
+    """Let all optimizers of this process count such steps, from now on."""
+    register_optimizer_step_post_hook(_count_fused_step)

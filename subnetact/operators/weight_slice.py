@@ -110,7 +110,8 @@ class WeightSlice(Operator):
 
     def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return what every operator does, or the runs of the weight of a linear layer that is not packed."""
-        if not self.packs and bits == FLOAT_BITS and type(self.template).forward is nn.Linear.forward:
+        packs = self.actuation is None or self.actuation.packs
+        if not packs and bits == FLOAT_BITS and type(self.template).forward is nn.Linear.forward:
             runs = runs_of(self.get_parameter("weight"), *self.kept_parts(sizes))
             if len(runs) > 1:
                 return {**runs, **self.sliced(sizes, {"bias": self._parameters["bias"]})}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
 from subnetact.files.fork import hear_of_forks, new_lock
+from subnetact.operators.tensor_version import count_fused_steps
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.untraced_changes import NamedView, changed_attributes, outdated, plain_attributes
@@ -121,6 +122,7 @@ class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
     def __init__(self, supernet: Any, views: Views) -> None:
+        count_fused_steps()
         self.number = next(_numbers)
         first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
         self.weights = Weights(weights_of(supernet.network, supernet.state), first)

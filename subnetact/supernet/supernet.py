@@ -176,8 +176,6 @@ class Supernet(ReadThrough):
         self._actuation = Actuation(self._run_of(self._largest), NormTable(space.id))
         self._actuation.join(network)
         self._actuation.supernet = weakref.ref(self)
-        for operator in operators_in(network):
-            operator.actuation = self._actuation
         self._views = Views()
         self._generation = Generation(self, self._views)
         norms = list(self.norm_operators().values())
@@ -314,13 +312,12 @@ class Supernet(ReadThrough):
         largest one, and every call takes a little longer. Results may differ by rounding. Slices that are no
         weights of linear layers, or that have a lower precision, are packed as before.
         """
-        return all(operator.packs for operator in operators_in(self.network))
+        return self._actuation.packs
 
     @packs.setter
     def packs(self, packs: bool) -> None:
         with self._generation.lock:
-            for operator in operators_in(self.network):
-                operator.packs = bool(packs)
+            self._actuation.packs = bool(packs)
             self._generation.move(same=True)
 
     def lowered_bytes(self) -> int:
