@@ -191,8 +191,7 @@ class Engine(Registry[ReadySubnet]):
         self.prepared: tuple[int, ...] = ()
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
-        self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._fingerprints: set[str] = set()  # of all weights that the supernet is known to have had
+        self._fingerprints: dict[Moment | None, str] = {}  # of all weights that are known to have been here
         self._shapes = InputShapes(supernet, config.sample, config.padding)
         self._shapes.lengths = config.lengths
         self._stager = Stager(self.device)
@@ -248,10 +247,9 @@ class Engine(Registry[ReadySubnet]):
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
         moment = self.supernet.generation.moment()
-        if self._fingerprint[0] != moment:  # If weights change meanwhile, the next call has another moment.
-            self._fingerprint = moment, self.supernet.fingerprint()
-            self._fingerprints.add(self._fingerprint[1])
-        return self._fingerprint[1]
+        if moment not in self._fingerprints:  # Weights that change meanwhile have another moment.
+            self._fingerprints[moment] = self.supernet.fingerprint()
+        return self._fingerprints[moment]
 
     @property
     def config(self) -> EngineConfig:
@@ -672,7 +670,7 @@ class Engine(Registry[ReadySubnet]):
             ProfileMismatch: a table was measured on weights that this engine is not known to have had, or
                 that had another dtype; profile again, or take it out of `tables`. Nothing is then written.
         """
-        save_bundle(self.supernet, self.config, self.tables, directory, self._fingerprints)
+        save_bundle(self.supernet, self.config, self.tables, directory, set(self._fingerprints.values()))
 
     @classmethod
     def load(
@@ -706,7 +704,7 @@ class Engine(Registry[ReadySubnet]):
         found, config, tables, fingerprint = load_bundle(directory, supernet, mapped, options)
         engine = cls.from_config(found, config, check)
         engine.tables.update(tables)
-        engine._fingerprints.add(fingerprint)
+        engine._fingerprints[None] = fingerprint  # The bundle does not say of which moment.
         return engine
 
     # -- inner parts -----------------------------------------------------------------------------
