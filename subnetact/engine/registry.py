@@ -1,4 +1,4 @@
-"""Registry: the numbers of the subnets of an engine. A number stays that of its subnet when others come or go."""
+"""Registry: the numbers of the subnets of an engine, which stay the same when others come or go."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from subnetact.engine.config import EngineConfig
 from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 
-
 Served = TypeVar("Served")
 
 
 class Registry(Generic[Served]):
-    """What numbers its subnets: a configuration has all that were registered, `_served` those that run now."""
+    """Numbers subnets: its configuration has all that were registered, and `_served` those that run now."""
 
     _config: EngineConfig
     _served: Mapping[int, Served]

@@ -123,6 +123,8 @@ class Generation:
 
     def __init__(self, supernet: Any, views: Views) -> None:
         count_fused_steps()
+        self.original: Moment | None = None  # of the network that came trained, as far as it has not changed
+        self.before_load: Any = None  # what a load of a module around the supernet has to know afterwards
         self.number = next(_numbers)
         first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
         self.weights = Weights(weights_of(supernet.network, supernet.state), first)

@@ -14,7 +14,6 @@ from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators.tensor_version import tensor_place
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.statistics import RowsBefore
 from subnetact.supernet.storage import renew_storage_, tensor_checksums
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
@@ -105,22 +104,22 @@ def load_(
 def before_outer_load(supernet: Any, *_: Any) -> None:
     """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
-    supernet.statistics.before_load = _rows_before(supernet)
+    supernet.generation.before_load = _rows_before(supernet)
 
 
 def after_outer_load(supernet: Any, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    rows = _keep_rows(supernet, supernet.statistics.before_load)
+    rows = _keep_rows(supernet, supernet.generation.before_load)
     warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 
-def _rows_before(supernet: Any) -> RowsBefore:
+def _rows_before(supernet: Any) -> tuple[bool, list[int]]:
     """Return whether the row of the largest subnet is an adopted one, and the checksums of the weights."""
     largest = supernet.norms.get(supernet.space.largest())
     return largest is not None and not supernet.statistics.of_largest(), _weight_checksums(supernet)
 
 
-def _keep_rows(supernet: Any, before: RowsBefore) -> int:
+def _keep_rows(supernet: Any, before: tuple[bool, list[int]]) -> int:
     """Drop the statistics rows if a load changed weights, let an adopted row follow; return how many went."""
     adopted, checksums = before
     dropped = 0 if _weight_checksums(supernet) == checksums else len(supernet.norms) - adopted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -21,48 +21,39 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A mean and a variance, each of shape (channels,)."""
-RowsBefore: TypeAlias = tuple[bool, list[int]]
-"""Whether the largest subnet had adopted the shared statistics, and the checksums of the weights."""
 
 
+@dataclass
 class Binding:
-    """Gives the BatchNorms of one subnet its statistics row, or the shared ones, and notes the `pairs`."""
+    """Gives the BatchNorms of one subnet the statistics that were `measured`, or the shared ones."""
 
-    def __init__(
-        self, spec: SubnetSpec, sizes: SizeRow, statistics: NormRow | None, fresh: bool = False
-    ) -> None:
-        self.pairs: dict[str, Pair] = {}
-        self._spec, self._sizes, self._fresh = spec, sizes, fresh
-        self._measured = None if statistics is None else statistics.pairs()
+    spec: SubnetSpec
+    sizes: SizeRow
+    measured: Mapping[str, Pair] | None
+    fresh: bool = False
+    pairs: dict[str, Pair] = field(default_factory=dict)  # those that it gave, by the names of the BatchNorms
 
     def __call__(self, norm: SubnetNorm) -> nn.Module:
         """Return the BatchNorm of the subnet."""
-        measured = self._measured
-        pair = norm.shared_statistics(self._sizes) if measured is None else measured.get(norm.path)
+        measured = self.measured
+        pair = norm.shared_statistics(self.sizes) if measured is None else measured.get(norm.path)
         if pair is None:
-            raise SpecError(f"the statistics of {self._spec} lack {norm.path}; calibrate it again")
-        mean, var = self.pairs[norm.path] = norm.readable(self._sizes, pair)
-        return norm.bind_with(self._sizes, mean, var, self._fresh)
+            raise SpecError(f"the statistics of {self.spec} lack {norm.path}; calibrate it again")
+        mean, var = self.pairs[norm.path] = norm.readable(self.sizes, pair)
+        return norm.bind_with(self.sizes, mean, var, self.fresh)
 
 
+@dataclass(frozen=True)
 class Statistics:
     """The BatchNorm statistics of the subnets of a supernet; `supernet.statistics(spec)` returns them.
 
-    Args:
+    Attributes:
         supernet: the supernet.
         actuation: what its operators read the table of statistics rows from.
-        original: whether those that its network has are those that it was trained with.
-
-    Attributes:
-        before_load: what tells, after a module around the supernet was loaded, which rows still fit.
     """
 
-    before_load: RowsBefore
-
-    def __init__(self, supernet: Any, actuation: Actuation, original: bool) -> None:
-        self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
-        self._actuation = actuation
-        self._since = supernet.generation.moment() if original else None
+    supernet: Any
+    actuation: Actuation
 
     def __call__(self, spec: SubnetSpec) -> dict[str, Pair]:
         """Return the BatchNorm statistics that a subnet runs on: its own, or the shared ones.
@@ -76,31 +67,31 @@ class Statistics:
         Raises:
             SpecError: its own statistics lack a BatchNorm or have another number of channels.
         """
-        spec = self._present().space.check(spec)
+        spec = self.supernet.space.check(spec)
         return self._read(spec, self.table.get(spec))
 
     @property
     def table(self) -> NormTable:
         """The statistics rows of calibrated subnets: `supernet.norms`."""
-        actuation = self._actuation
+        actuation = self.actuation
         if actuation.moving is not None:
-            with self._present().generation.lock:
+            with self.supernet.generation.lock:
                 moving, actuation.moving = actuation.moving, None
                 if moving in actuation.norms.rows.values():  # Training has moved it.
                     self.adopt()
         table: NormTable = actuation.norms
         return table
 
-    @table.setter
-    def table(self, table: NormTable) -> None:
+    def use(self, table: NormTable) -> None:
+        """Let subnets run on a copy of a table, on the device of the weights."""
         self.require_own(table)
-        norms = self._present().norm_operators().values()
-        self._actuation.norms = table.to_like(next(iter(norms), None))  # on the device of the weights
+        norms = self.supernet.norm_operators().values()
+        self.actuation.norms = table.to_like(next(iter(norms), None))
 
     def require_own(self, table: NormTable) -> None:
         """Refuse what is no table of the space, with `SpecError` or `ForeignSpec`."""
         given: Any = table
-        space = self._present().space.id
+        space = self.supernet.space.id
         if not isinstance(given, NormTable):
             raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
         if given.space != space:
@@ -108,8 +99,8 @@ class Statistics:
 
     def calibrated(self, spec: SubnetSpec) -> bool:
         """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
-        supernet = self._present()
-        return supernet.space.check(spec) in self._actuation.norms or not supernet.norm_operators()
+        rows, norms = self.actuation.norms, self.supernet.norm_operators()
+        return self.supernet.space.check(spec) in rows or not norms
 
     def require(self, specs: Sequence[SubnetSpec]) -> None:
         """Refuse `specs` of which one has no BatchNorm statistics of its own, with `NotCalibrated`."""
@@ -123,11 +114,10 @@ class Statistics:
 
     def of_largest(self) -> dict[str, Tensor]:
         """Return, by name, the shared statistics that are others in the row of the largest subnet."""
-        space, network = self._present().space, self._present().network
-        largest = space.largest()
-        row, sizes = self.table.get(largest), space.resolve(largest)
+        largest = self.supernet.space.largest()
+        row, sizes = self.table.get(largest), self.supernet.space.resolve(largest)
         pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-        for path, norm in network.named_modules(remove_duplicate=False):
+        for path, norm in self.supernet.network.named_modules(remove_duplicate=False):
             if isinstance(norm, SubnetNorm) and norm.path in pairs:
                 pair = norm.readable(sizes, pairs[norm.path])
                 for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
@@ -142,9 +132,9 @@ class Statistics:
 
         In a pretrained network, it is then the original network, bit for bit.
         """
-        largest = self._present().space.largest()
+        largest = self.supernet.space.largest()
         with outside_modes():
-            self._actuation.norms.update({largest: NormRow.of(self._read(largest, None))})
+            self.actuation.norms.update({largest: NormRow.of(self._read(largest, None))})
 
     @property
     def original(self) -> bool:
@@ -152,26 +142,23 @@ class Statistics:
 
         `calibrate` then leaves it alone. Networks of families were trained as supernets.
         """
-        supernet = self._present()
-        return supernet.origin is None and self._since == supernet.generation.moment()
+        generation = self.supernet.generation
+        return self.supernet.origin is None and bool(generation.original == generation.moment())
 
     def renew_original(self) -> None:
         """Declare that a change of weights left the function of the largest subnet as it was."""
-        self._since = self._present().generation.moment()
-
-    def _present(self) -> Any:
-        return self._supernet()
+        self.supernet.generation.original = self.supernet.generation.moment()
 
     def _read(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, Pair]:
-        supernet = self._present()
-        sizes = supernet.space.resolve(spec)
-        with supernet.generation.lock, outside_modes():
-            require_whole(supernet.network)
-            bind(supernet.network, sizes, binding := Binding(spec, sizes, row))
+        network, sizes = self.supernet.network, self.supernet.space.resolve(spec)
+        with self.supernet.generation.lock, outside_modes():
+            require_whole(network)
+            binding = Binding(spec, sizes, row and row.pairs())
+            bind(network, sizes, binding)
         return binding.pairs
 
 
-def came_trained(norms: Sequence[SubnetNorm]) -> bool:
+def came_trained(norms: Iterable[SubnetNorm]) -> bool:
     """Tell whether BatchNorms came with statistics that training has measured."""
     buffers: Any = [norm._buffers for norm in norms]
     pairs = [(own["running_mean"], own["running_var"]) for own in buffers if "running_mean" in own]

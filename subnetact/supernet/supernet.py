@@ -178,9 +178,9 @@ class Supernet(ReadThrough):
         self._actuation.supernet = weakref.ref(self)
         self._views = Views()
         self._generation = Generation(self, self._views)
-        norms = list(self.norm_operators().values())
-        self._statistics = Statistics(self, self._actuation, came_trained(norms))
         self.norms = NormTable(space.id)
+        if came_trained(self.norm_operators().values()):
+            self.statistics.renew_original()
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
@@ -188,8 +188,8 @@ class Supernet(ReadThrough):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        original = self._statistics.original
-        state = {**self.__dict__, "_views": None, "_statistics": original, "_checked": set()}
+        original = self.statistics.original
+        state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -221,7 +221,8 @@ class Supernet(ReadThrough):
         self._actuation.supernet = weakref.ref(self)
         self._views = Views()
         self._generation = Generation(self, self._views)
-        self._statistics = Statistics(self, self._actuation, original=state["_statistics"])
+        if state["_original"]:
+            self.statistics.renew_original()
 
     @property
     def network(self) -> Any:
@@ -244,16 +245,16 @@ class Supernet(ReadThrough):
     @property
     def statistics(self) -> Statistics:
         """The BatchNorm statistics: `supernet.statistics(spec)` returns those that a subnet runs on."""
-        return self._statistics
+        return Statistics(self, self._actuation)
 
     @property
     def norms(self) -> NormTable:
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
-        return self._statistics.table
+        return self.statistics.table
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._statistics.table = table
+        self.statistics.use(table)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
@@ -502,7 +503,7 @@ class Supernet(ReadThrough):
             >>> assert supernet.remove() is model
         """
         elastic = self._present()
-        for path, tensor in self._statistics.of_largest().items():
+        for path, tensor in self.statistics.of_largest().items():
             norm, _, name = path.rpartition(".")
             elastic.get_submodule(norm)._buffers[name] = tensor
         operators = operators_in(elastic)
@@ -582,7 +583,7 @@ class Supernet(ReadThrough):
 
         In a pretrained network, it is then the original network, bit for bit.
         """
-        self._statistics.adopt()
+        self.statistics.adopt()
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -715,7 +716,7 @@ class Supernet(ReadThrough):
         prefix = kwargs.get("prefix", "".join(args[1:2]))
         with self._generation.lock:
             state = self._present().state_dict(*args, **kwargs)
-            state.update({prefix + name: t for name, t in self._statistics.of_largest().items()})
+            state.update({prefix + name: t for name, t in self.statistics.of_largest().items()})
             return state
 
     def load_state_dict(
@@ -755,7 +756,7 @@ class Supernet(ReadThrough):
             ForeignSpec: the norm table is of another space.
         """
         if norms is not None:
-            self._statistics.require_own(norms)
+            self.statistics.require_own(norms)
         state_dict = fitting(state_dict, self._present().state_dict(), strict)
         return load_(self, state_dict, strict, assign, norms)
 
@@ -780,7 +781,7 @@ class Supernet(ReadThrough):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
-            original = self._statistics.original
+            original = self.statistics.original
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.begin_exchange()
             try:
@@ -789,7 +790,7 @@ class Supernet(ReadThrough):
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
                 if original:
-                    self._statistics.renew_original()
+                    self.statistics.renew_original()
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
@@ -809,7 +810,7 @@ class Supernet(ReadThrough):
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             require_whole(self._present())
-            norm = Binding(spec, sizes, statistics, fresh)
+            norm = Binding(spec, sizes, statistics and statistics.pairs(), fresh)
             view = bind(self._present(), sizes, norm, fresh, None if fresh else self._views.frozen)
             self._actuation.leave_view(view)
             own_state_(view, () if fresh else self.state)
