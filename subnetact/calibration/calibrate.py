@@ -156,7 +156,7 @@ def calibrate(
                 adopted = (largest,)
                 wanted.remove(largest)
                 if not wanted:
-                    supernet.statistics.adopt()
+                    supernet.adopt_statistics()
                     return CalibrationReport(adopted=adopted)
         kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
@@ -176,7 +176,7 @@ def calibrate(
             )
         supernet.norms.update(rows)
         if adopted:
-            supernet.statistics.adopt()
+            supernet.adopt_statistics()
     report = CalibrationReport(
         subnets=len(wanted),
         batches=run.finished,

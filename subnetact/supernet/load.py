@@ -126,7 +126,7 @@ def _keep_rows(supernet: Any, before: tuple[bool, list[int]]) -> int:
     if dropped:
         supernet.norms = NormTable(supernet.space.id)
     if adopted:
-        supernet.statistics.adopt()
+        supernet.adopt_statistics()
     return dropped
 
 

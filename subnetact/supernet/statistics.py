@@ -68,7 +68,7 @@ class Statistics:
             SpecError: its own statistics lack a BatchNorm or have another number of channels.
         """
         spec = self.supernet.space.check(spec)
-        return self._read(spec, self.table.get(spec))
+        return self.read(spec, self.table.get(spec))
 
     @property
     def table(self) -> NormTable:
@@ -78,7 +78,7 @@ class Statistics:
             with self.supernet.generation.lock:
                 moving, actuation.moving = actuation.moving, None
                 if moving in actuation.norms.rows.values():  # Training has moved it.
-                    self.adopt()
+                    self.supernet.adopt_statistics()
         table: NormTable = actuation.norms
         return table
 
@@ -127,15 +127,6 @@ class Statistics:
                         others[f"{path}.{name}"] = tensor
         return others
 
-    def adopt(self) -> None:
-        """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
-
-        In a pretrained network, it is then the original network, bit for bit.
-        """
-        largest = self.supernet.space.largest()
-        with outside_modes():
-            self.actuation.norms.update({largest: NormRow.of(self._read(largest, None))})
-
     @property
     def original(self) -> bool:
         """Whether the largest subnet is the trained network that `insert_` was given, unchanged since.
@@ -149,7 +140,8 @@ class Statistics:
         """Declare that a change of weights left the function of the largest subnet as it was."""
         self.supernet.generation.original = self.supernet.generation.moment()
 
-    def _read(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, Pair]:
+    def read(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, Pair]:
+        """Return the statistics of a subnet that runs on a statistics row, or on the shared ones if None."""
         network, sizes = self.supernet.network, self.supernet.space.resolve(spec)
         with self.supernet.generation.lock, outside_modes():
             require_whole(network)
