@@ -65,7 +65,8 @@ class Engine(Registry[ReadySubnet]):
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
             subnets in evaluation mode.
-        specs: the subnets to register. Their ids are their positions: 0, 1, ...
+        specs: the subnets to register. Their ids are their positions: 0, 1, ... A configuration, which
+            `Engine.config` of another engine is, says everything that the following arguments do.
         example: a batch for the network, (N, C, H, W) for images, of which the first sample counts. It fixes
             the shape and dtype that requests must have, which are single inputs. A tuple of tensors holds
             the network's positional arguments, a dictionary its named arguments. A list of batches gives
@@ -125,7 +126,7 @@ class Engine(Registry[ReadySubnet]):
     def __init__(
         self,
         supernet: Supernet,
-        specs: Sequence[SubnetSpec],
+        specs: Sequence[SubnetSpec] | EngineConfig,
         *,
         example: Any = None,
         padding: Padding = None,
@@ -135,47 +136,21 @@ class Engine(Registry[ReadySubnet]):
         allow_uncalibrated: bool = False,
         fuse: bool = True,
         compile: str | None = None,
-        check: bool = True,
+        check: bool | None = True,
     ) -> None:
-        config = EngineConfig(
-            specs,
-            accuracy,
-            sample=samples_of(example),
-            padding=padding,
-            allow_uncalibrated=allow_uncalibrated,
-            device=device,
-            memory_budget_mb=memory_budget_mb,
-            fuse=fuse,
-            compile=compile,
-        )
-        self._open(supernet, config, check)
-        if check and padding is not None:
-            self._shapes.require_harmless(self.specs, self.device)
-
-    @classmethod
-    def from_config(cls, supernet: Supernet, config: EngineConfig, check: bool | None = None) -> Engine:
-        """Make the engine of a configuration, `Engine.config` of another one for example.
-
-        Args:
-            supernet: the supernet, on the same weights.
-            config: everything else.
-            check: as in `Engine`. If None, nothing is checked that was checked when the other engine was
-                made: a subnet that lacks statistics refuses its own calls and no others.
-
-        Returns:
-            The engine.
-
-        Raises:
-            DeviceError: torch cannot use the device.
-            EngineError: as in `Engine`.
-            SpecError: a subnet is of another space.
-        """
-        engine = cls.__new__(cls)
-        engine._open(supernet, config, check)
-        return engine
-
-    def _open(self, supernet: Supernet, config: EngineConfig, check: bool | None) -> None:
-        """Set the engine up; unless `check` is None, after a try of what it is to serve."""
+        config = specs
+        if not isinstance(config, EngineConfig):
+            config = EngineConfig(
+                config,
+                accuracy,
+                sample=samples_of(example),
+                padding=padding,
+                allow_uncalibrated=allow_uncalibrated,
+                device=device,
+                memory_budget_mb=memory_budget_mb,
+                fuse=fuse,
+                compile=compile,
+            )
         check_weights(as_supernet(supernet))
         self._budget = budget_bytes(config.memory_budget_mb, weight_bytes(supernet))
         self.device = supernet.device if config.device is None else find_device(config.device)
@@ -206,6 +181,28 @@ class Engine(Registry[ReadySubnet]):
         if check is not None:
             self._try_samples(config.served, check)
         self.follow(config)
+        if check and padding is not None:
+            self._shapes.require_harmless(self.specs, self.device)
+
+    @classmethod
+    def from_config(cls, supernet: Supernet, config: EngineConfig, check: bool | None = None) -> Engine:
+        """Make the engine of a configuration, `Engine.config` of another one for example.
+
+        Args:
+            supernet: the supernet, on the same weights.
+            config: everything else.
+            check: as in `Engine`. If None, nothing is checked that was checked when the other engine was
+                made: a subnet that lacks statistics refuses its own calls and no others.
+
+        Returns:
+            The engine.
+
+        Raises:
+            DeviceError: torch cannot use the device.
+            EngineError: as in `Engine`.
+            SpecError: a subnet is of another space.
+        """
+        return cls(supernet, config, check=check)
 
     def _never_fuses(self) -> str:
         """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""

@@ -14,7 +14,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
 from subnetact.operators.base import Operator
-from subnetact.operators.outside_modes import outside_modes
 
 
 class KernelConv2d(nn.Conv2d):
@@ -70,8 +69,7 @@ class ElasticKernel(Operator):
     @cached_property
     def shell(self) -> nn.Conv2d:
         """An ordinary convolution with the stride of the template."""
-        with outside_modes():
-            return nn.Conv2d(1, 1, 1, self.template.stride, bias=False, device="meta")
+        return nn.Conv2d(1, 1, 1, self.template.stride, bias=False, device="meta")
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the largest kernel size."""

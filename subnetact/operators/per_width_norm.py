@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import SizeRow
 
@@ -68,8 +67,7 @@ class PerWidthNorm(SubnetNorm):
     def shell(self) -> nn.BatchNorm2d:
         """An ordinary BatchNorm with the settings of the template."""
         template = self.template
-        with outside_modes():
-            return nn.BatchNorm2d(template.num_features, template.eps, template.momentum, device="meta")
+        return nn.BatchNorm2d(template.num_features, template.eps, template.momentum, device="meta")
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""

@@ -327,7 +327,7 @@ def _reader(name: str) -> property:
 
 
 @cache
-def _view_class(plain: type[nn.Module], mixin: type | None, packed: tuple[str, ...]) -> type[nn.Module]:
+def _view_class(plain: Any, mixin: type | None, packed: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of modules of views, some of whose tensors are packed copies; one per such triple.
 
     It tells the class that an extracted module has, which is in one piece where that of a view is in runs.
@@ -374,7 +374,8 @@ def view_module(
     packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
     # hasattr, because reading the __dict__ of a tensor makes one.
     packed += tuple(n for n, t in (buffers or {}).items() if t is not None and hasattr(t, "packed"))
-    view: nn.Module = object.__new__(_view_class(type(template), mixin, packed))
+    cls: Any = type(template)
+    view: nn.Module = object.__new__(_view_class(cls, mixin, packed))
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
     put, no_hooks = object.__setattr__, _NO_HOOKS
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.

@@ -145,7 +145,7 @@ class Statistics:
         network, sizes = self.supernet.network, self.supernet.space.resolve(spec)
         with self.supernet.generation.lock, outside_modes():
             require_whole(network)
-            binding = Binding(spec, sizes, row and row.pairs())
+            binding = Binding(spec, sizes, None if row is None else row.pairs())
             bind(network, sizes, binding)
         return binding.pairs
 

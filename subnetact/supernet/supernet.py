@@ -812,7 +812,7 @@ class Supernet(ReadThrough):
         # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
         with self._generation.lock, nullcontext() if fresh else outside_modes():
             require_whole(self._present())
-            norm = Binding(spec, sizes, statistics and statistics.pairs(), fresh)
+            norm = Binding(spec, sizes, None if statistics is None else statistics.pairs(), fresh)
             view = bind(self._present(), sizes, norm, fresh, None if fresh else self._views.frozen)
             self._actuation.leave_view(view)
             own_state_(view, () if fresh else self.state)
