@@ -117,7 +117,7 @@ class Statistics:
         largest = self.supernet.space.largest()
         row, sizes = self.table.get(largest), self.supernet.space.resolve(largest)
         pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-        for path, norm in self.supernet.network.named_modules(remove_duplicate=False):
+        for path, norm in self.supernet._present().named_modules(remove_duplicate=False):
             if isinstance(norm, SubnetNorm) and norm.path in pairs:
                 pair = norm.readable(sizes, pairs[norm.path])
                 for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
@@ -142,7 +142,7 @@ class Statistics:
 
     def read(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, Pair]:
         """Return the statistics of a subnet that runs on a statistics row, or on the shared ones if None."""
-        network, sizes = self.supernet.network, self.supernet.space.resolve(spec)
+        network, sizes = self.supernet._present(), self.supernet.space.resolve(spec)
         with self.supernet.generation.lock, outside_modes():
             require_whole(network)
             binding = Binding(spec, sizes, None if row is None else row.pairs())
