@@ -26,8 +26,9 @@ from subnetact.insertion.thread_patch import patched_here
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, is_batch_norm, traits_of
+from subnetact.operators.operation_traits import calls_of
 from subnetact.spec import grouped
-from subnetact.supernet.elementwise import ADDITIONS, spellings
+from subnetact.supernet.elementwise import ADDITIONS
 from subnetact.supernet.failure import failure
 
 MOST_SEGMENTS = 256
@@ -42,7 +43,7 @@ MOST_FOLLOWED = 30_000
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
-CONCATENATIONS = spellings("cat", "concat", "concatenate")
+CONCATENATIONS = calls_of("concatenation")
 WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
 """How users write functions whose names they do not know."""
 REDUCTIONS = ("mean", "amax", "amin")

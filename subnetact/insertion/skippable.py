@@ -20,18 +20,16 @@ from torch import Tensor, fx, nn
 from subnetact.insertion.description import DepthStage
 from subnetact.insertion.recorder import Recording, assigned, is_leaf
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.operation_traits import operation_of, spellings
 from subnetact.spec import grouped
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS, spellings
+from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
 
 TRANSPARENT_CALLS = spellings(
     *("relu", "gelu", "silu", "dropout", "layer_norm"),
     *("clone", "to", "float", "type_as", "contiguous"),
 )
 """What may lie on the way from the input of a block to its output, beside additions and some layers."""
-
-RESHAPES = ("view", "reshape", "flatten", "transpose", "permute")
-"""Methods and functions that may lie there if the numbers are in the places of the input at the end."""
 
 
 def skippable_blocks(modules: Mapping[str, nn.Module], recording: Recording) -> dict[str, torch.Size]:
@@ -125,7 +123,7 @@ def _moving(node: fx.Node) -> Any:
     """Return the function of a node that only moves numbers of tensors to other places; None for others."""
     target: Any = node.target
     name = getattr(target, "__name__", target)
-    if name in RESHAPES and node.op != "call_module":
+    if node.op != "call_module" and operation_of(name).kind == "reshape":
         # Convolutions return other strides on some machines, so what was viewed is reshaped.
         return getattr(Tensor, "reshape" if name == "view" else name)
     by_tensors = len(node.all_input_nodes) != len(node.args) - 1

@@ -10,7 +10,6 @@ from torch.fx.graph import inplace_methods
 
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.operation_traits import OperationTraits, calls_of, operation_of
-from subnetact.operators.operation_traits import spellings as spellings
 from subnetact.operators.view_module import HOOKS, module_class
 
 ADDITIONS = calls_of("addition")
