@@ -293,7 +293,7 @@ def main() -> int:
         rows.append(run(case, args.subnets, small))
         if rows[-1].get("faults") or args.only:
             tqdm.write(json.dumps(rows[-1]))
-    packages = ("torch", "torchvision", "transformers", "torch-kirigami")
+    packages = ("torch", "torchvision", "transformers")
     document: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},

@@ -4,9 +4,10 @@ Which file answers which question:
 
 - `insert.py`: `describe` and `insert_`; which models are refused at once.
 - `description.py`: what was found, whatever the source: `Group`, `Member`, `DepthStage`, `Description`.
-- `recorder.py`: the graph of what a model computes on an example; `analysis.py`: what it tells
-  (torch-kirigami); `function_trial.py`: which entries go together in functions without a rule.
-- `declaration.py`: what transformers declare, tried block by block, without tracing.
+- `recorder.py`: the graph of what a model computes on an example; `analysis.py`: which groups it shows, and
+  why others are refused; `relations.py`: which entries of its tensors go together; `function_trial.py`: what
+  a function does, found by calling it.
+- `declaration.py`: which numbers a transformer states of its heads and neurons, tried block by block.
 - `fold.py`: `fold_`, which makes weight norms and the like permanent.
 - `skippable.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:

@@ -10,10 +10,9 @@ how the rows of a fused layer are packed, and which numbers a forward reads.
 
 from __future__ import annotations
 
-import itertools
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,16 +23,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.comparison import is_cache, tensors_in
 from subnetact.errors import InsertError
-from subnetact.insertion.analysis import TracedModel, is_rank
+from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import ALIGNED, FAULTS, advice_on
 from subnetact.insertion.experts import CONFIGURED, Configured, expert_groups, why_not_as_configured
-from subnetact.insertion.layer_vocabulary import layer_stacks
+from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks
 from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import state_group
-from subnetact.insertion.stream import STREAM, stream_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
-from subnetact.operators.layer_traits import norm_features, traits_of
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.vocabulary import number_of, own_numbers
 from subnetact.spec import grouped
 from subnetact.supernet.module_outputs import outputs_of
@@ -41,6 +39,8 @@ from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, structure_copy
 
+STREAM = "stream"
+"""The name of the group of the channels between layers, and of its axis."""
 NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names it: axes=({STREAM!r}, ...)"
 
 
@@ -76,27 +76,25 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             elif proposal.name not in {group.name for group in groups}:
                 refused.setdefault(proposal.name, found)
 
-    attentions = list(_attentions(observed))
-    mixers = [*_state_spaces(observed), *attentions]
+    mixers = [*_state_spaces(observed), *_torch_attentions(observed)]
     settle(mixers)
-    settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
-    feed_forwards = list(_feed_forwards(observed, mixers))
-    settle(feed_forwards)
+    inside = [*_inside_of_blocks(observed, {layer for mixer in mixers for layer in mixer.layers})]
+    heads = [proposal for proposal in inside if proposal.variants[0].axis == "heads"]
+    settle(heads)
+    mixers += heads
+    homes = [_parent(mixer.name) for mixer in mixers]
+    settle(p for p in inside if p not in heads and not any(p.layers[0].startswith(f"{h}.") for h in homes))
     experts = expert_groups(observed.modules, observed.block_of)
     settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
     blocks = _blocks(observed, [m.module for g in groups for m in g.members], refused)
     if layer_stacks(model):
-        inner = {(m.module, m.part) for group in groups for m in group.members}
-        elastic = {module for module, _ in inner}
-        whole = [p for p in (*mixers, *feed_forwards) if elastic.isdisjoint(p.layers)]
-        inner |= {pair for proposal in whole for pair in _inner(proposal)}
-        found = stream_group(model, inner, [_parent(mixer.name) for mixer in mixers])
-        if not isinstance(found, Group):
-            refused |= {STREAM: found} if stream else {}
+        channels = _stream(observed)
+        if isinstance(channels, str):
+            refused |= {STREAM: channels} if stream else {}
         elif stream:
-            groups.append(found)
-        elif all(t.shape[-1:] != (found.full,) for t in tensors_in(observed.calls[""].output)):
-            refused |= dict.fromkeys([m.module for m in found.members if m.part == "out"], NOT_ASKED)
+            groups.append(channels)
+        elif all(t.shape[-1:] != (channels.full,) for t in tensors_in(observed.calls[""].output)):
+            refused |= dict.fromkeys([m.module for m in channels.members if m.part == "out"], NOT_ASKED)
     return Declaration(groups, blocks, refused, observed)
 
 
@@ -215,10 +213,6 @@ class _Proposal:
     """The names of refused proposals that this one stands for."""
 
 
-class _Unfit(Exception):
-    """A module does not fit a rule; the message is the reason."""
-
-
 def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
     """Return the first whole number of a name, of a module itself or of its configuration."""
     found = list(own_numbers(observed.modules[path], names).values())
@@ -231,21 +225,6 @@ def _number(observed: Observation, path: str, names: Sequence[str], inherited: b
     return next(iter(found), None)
 
 
-def _attentions(observed: Observation) -> Iterator[_Proposal]:
-    """Propose the heads of every attention."""
-    found = [path for path in observed.order if isinstance(observed.modules[path], nn.MultiheadAttention)]
-    yield from [_torch_attention(observed, path) for path in found]
-    for path in observed.calls:
-        layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
-        named = "attention" in type(observed.modules[path]).__name__.lower()
-        if layers and _number(observed, path, vocabulary.HEADS, inherited=named) is not None:
-            found.append(path)
-    for path in found:
-        innermost = not any(other.startswith(f"{path}.") for other in found)
-        if innermost and not isinstance(observed.modules[path], nn.MultiheadAttention):
-            yield _attention(observed, path)
-
-
 def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
@@ -254,231 +233,125 @@ def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
             yield _Proposal(f"{path}.heads", layers, *group)
 
 
-def _inner(proposal: _Proposal) -> Iterator[tuple[str, str]]:
-    """Yield the parts of layers that lie inside of an attention or a feed-forward network."""
-    if proposal.variants:
-        yield from ((m.module, m.part) for m in proposal.variants[0].members)
-    else:
-        yield from ((layer, "out") for layer in proposal.layers[:-1])
-        yield (proposal.layers[-1], "in_")
+def _stream(observed: Observation) -> Group | str:
+    """Return the channels of the token embeddings of a decoder, which all layers add to, or a reason.
+
+    Everything else stays as it is, so the scale of Gemma's embeddings is that of the full model.
+    """
+    config: Any = getattr(observed.model, "config", None)
+    embedding: Any = embedding_of(observed.model)
+    if config is None or embedding is None or config.is_encoder_decoder:
+        return "the model is no decoder of transformers with token embeddings"
+    full = embedding.embedding_dim
+    if number_of(config.get_text_config(), "hidden_size") != full:
+        return f"the token embeddings have {full} channels, and the layers others"
+    path = next(path for path, module in observed.modules.items() if module is embedding)
+    if observed.traced.recording is None:
+        return str(observed.traced.failure)
+    (group,) = observed.traced.groups([path])
+    if not isinstance(group, Group):
+        return group[1]
+    weighted = {m.module for m in group.members if "." in m.part}  # routers, and all experts of a layer
+    names = {path: vocabulary.WIDTHS if path in weighted else ("input_size",) for path in observed.modules}
+    unknown = (path for path, module in observed.modules.items() if traits_of(module).kind == "unknown")
+    ends = [
+        Member(path, name, ElasticAttribute)
+        for path in unknown
+        for name in own_numbers(observed.modules[path], names[path], full)
+    ]
+    return Group(STREAM, STREAM, full, tuple(dict.fromkeys((*group.members, *ends))))
 
 
-def _torch_attention(observed: Observation, path: str) -> _Proposal:
-    module: Any = observed.modules[path]
-    width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
-    members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
-    if module.num_heads < 2:
-        return _Proposal(name, [path, out], reason="it has one head only")
-    return _Proposal(name, [path, out], [Group(name, "heads", module.num_heads, members)])
+def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
+    """Propose the heads of torch's own attentions."""
+    for path in observed.order:
+        module: Any = observed.modules[path]
+        if isinstance(module, nn.MultiheadAttention):
+            width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
+            members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
+            several = module.num_heads > 1
+            variants = [Group(name, "heads", module.num_heads, members)] if several else []
+            yield _Proposal(name, [path, out], variants, "" if several else "it has one head only")
 
 
-def _attention(observed: Observation, path: str) -> _Proposal:
-    """Propose the heads of one attention module: its projections, and the layer that reads all heads."""
-    inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
-    later = observed.order[observed.order.index(inside[-1]) + 1 :]
-    after = [layer for layer in later if layer.startswith(f"{_parent(path)}.") or not _parent(path)][:1]
-    proposal = _Proposal(f"{path}.heads", inside)
-    for out in (inside[-1], *after):
-        try:
-            proposal.variants += _head_groups(observed, path, [x for x in inside if x != out], out)
-        except _Unfit as unfit:
-            proposal.reason = proposal.reason or str(unfit)
-    return proposal
+def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator[_Proposal]:
+    """Propose the heads and the feed-forward neurons that the graph shows, with the numbers that say so."""
+    layers = [layer for layer in observed.traced.layers() if layer in observed.order and layer not in taken]
+    for group in observed.traced.groups(layers):
+        if isinstance(group, Group):
+            linear = [m for m in group.members if m.module in observed.sides]
+            writers = [m.module for m in linear if m.part == "out"]
+            blocks = list(dict.fromkeys(filter(None, map(observed.block_of, writers))))
+            variants: list[Group] = []
+            if group.full > 1 and min(m.multiple for m in linear) > 1:
+                variants = [*_with_heads(observed, group, writers, blocks)]
+            elif len(blocks) == 1 and group.axis != "width" and _is_within(observed, group, blocks[0]):
+                variants = [_with_neurons(observed, group, linear)]
+            if variants:
+                yield _Proposal(variants[0].name, [m.module for m in linear], variants)
 
 
-def _shared_heads(observed: Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
-    """Propose one number of heads for attentions in all blocks of a stack, which share position biases."""
-    blocks = [(one, observed.block_of(one.name)) for one in attentions if one.variants]
-    places = (((_parent(block), one.name[len(block) :]), one) for one, block in blocks if block is not None)
-    for (stack, tail), members in grouped(places).items():
-        heads = {attention.variants[0].full for attention in members}
-        if len(members) < 2 or len(heads) > 1:
-            continue
-        proposal = _Proposal(f"{stack}{tail}", [x for m in members for x in m.layers])
-        proposal.replaces = [m.name for m in members]
-        layers = [m.module for attention in members for m in attention.variants[0].members]
-        unit, full = observed.unit_of(layers), heads.pop()
-        outside = [
-            Member(path, "out", WeightSlice, module.embedding_dim // full)
-            for path, module in observed.modules[unit].named_modules(prefix=unit)
-            if isinstance(module, nn.Embedding)
-            and module.embedding_dim % full == 0
-            and not path.startswith(f"{stack}.")
-        ]
-        for tables in [outside, []] if outside else [[]]:
-            for order in range(max(len(m.variants) for m in members)):
-                chosen = [m.variants[min(order, len(m.variants) - 1)] for m in members]
-                together = (*(member for group in chosen for member in group.members), *tables)
-                proposal.variants.append(replace(chosen[0], name=proposal.name, members=together))
-        yield proposal
+def _is_within(observed: Observation, group: Group, block: str) -> bool:
+    """Tell whether a group lies between linear layers in a block, with nothing but norms beside them."""
+    inside = all(m.module.startswith(f"{block}.") for m in group.members)
+    return inside and all(m.module in observed.sides or m.operator is LayerNormSlice for m in group.members)
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """The numbers of query heads, and of key and value heads, and the features of one."""
-
-    queries: int
-    pairs: int
-    width: int
-
-    @property
-    def full(self) -> int:
-        """The number of independent heads: of key and value heads, unless all queries share one."""
-        return self.queries if self.pairs == 1 else self.pairs
-
-    def rows(self, shared: bool) -> int:
-        """Return the rows per independent head of a projection; 0 if all queries share its heads."""
-        count = self.pairs if shared else self.queries
-        return 0 if count < self.full else count // self.full * self.width
-
-    def projection(self, layer: str, outputs: int) -> Iterator[list[Member]]:
-        """Yield what may follow the heads in a linear layer, for every way to pack its rows."""
-        totals = {False: self.queries * self.width, True: self.pairs * self.width}
-        ways = [(False,), (True,), (False, True, True), (True, True), (False, False)]
-        packed = [segments for segments in ways if sum(totals[shared] for shared in segments) == outputs]
-        if packed and len(packed[0]) == 1:
-            rows = self.rows(*packed[0])
-            yield [Member(layer, "out", WeightSlice, rows)] if rows else []
-            return
-        for segments in packed:
-            members, start = [], 0
-            for shared in segments:
-                if self.rows(shared):
-                    members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
-                start += totals[shared]
-            yield members
-        if not packed and (outputs % totals[False] or not self.rows(True)):
-            raise _Unfit(
-                f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
-                f"({self.pairs}) heads with {self.width} features"
-            )
-        if outputs % self.full == 0 and self.rows(True):
-            yield [Member(layer, "out", WeightSlice, outputs // self.full)]
+def _with_neurons(observed: Observation, group: Group, linear: Sequence[Member]) -> Group:
+    """Return the group of a feed-forward network, with the numbers of neurons that its module states."""
+    around = _common([m.module for m in linear])
+    if around in observed.blocks:
+        return replace(group, name=f"{linear[0].module}.ffn", axis="ffn")
+    numbers = own_numbers(observed.modules[around], vocabulary.NEURONS, group.full)
+    end = [Member(around, name, ElasticAttribute) for name in numbers if around in observed.calls]
+    return replace(
+        group, name=f"{around}.ffn", axis="ffn", members=tuple(dict.fromkeys((*group.members, *end)))
+    )
 
 
-def _head_groups(observed: Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
-    """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
-    module = observed.modules[path]
-    latent = [layer for layer in projections if vocabulary.LATENT.search(layer)]
-    heads = _heads(observed, path, out, bool(latent))
-    if heads.rows(True) and (getattr(module, "is_kv_shared_layer", False) or _stores(module)):
-        raise _Unfit("it shares its keys and values with other blocks, so it keeps all heads")
-    all_heads, full = heads.queries * heads.width, heads.full
-    outputs = {layer: observed.sides[layer][1] for layer in projections if layer not in latent}
-    if latent:  # Queries, keys and values have widths of their own, and lie head by head.
-        packings = [[[Member(x, "out", WeightSlice, n // full)]] for x, n in outputs.items() if n % full == 0]
-    else:
-        packings = [list(heads.projection(layer, n)) for layer, n in outputs.items()]
-    if not packings:
-        raise _Unfit("no linear layer in it makes queries, keys and values")
-    rows = {heads.pairs * heads.width: heads.rows(True), all_heads: heads.rows(False)}
-    norms, tables = _norms(module, path, rows), list(_tables(observed, path, heads))
-    numbers = {
-        **own_numbers(module, vocabulary.HEADS, heads.queries),
-        **own_numbers(module, vocabulary.ALL_HEADS, all_heads),
-        **own_numbers(module, vocabulary.KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
-        **own_numbers(module, vocabulary.QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
-    }
-    config, count = vars(module).get("config"), heads.queries
-    stated = {f"config.{name}": count for name in vocabulary.HEADS if number_of(config, name) == count}
-    split = {n.name: all_heads for n in observed.traced.split_by if n.path == path and n == all_heads}
-    more = [{}, *filter(None, (own_numbers(module, vocabulary.WIDTHS, all_heads), stated, split))]
-    for order in range(max(map(len, packings))):
-        members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
-        members.append(Member(out, "in_", WeightSlice, all_heads // full))
-        extras = dict.fromkeys([(*norms, *tables), (*norms,), (*tables,), ()])
-        for extra, further in itertools.product(extras, more):
-            own = {**numbers, **further}
-            attributes = [Member(path, n, ElasticAttribute, v // full) for n, v in own.items()]
-            yield Group(f"{path}.heads", "heads", full, (*members, *extra, *attributes))
+def _around(path: str) -> list[str]:
+    """Return a module and those around it, the innermost first."""
+    return [path, *(_around(_parent(path)) if path else [])]
 
 
-def _norms(module: nn.Module, path: str, rows: Mapping[int, int]) -> list[Member]:
-    """Return the norms in a module over all of some features: their number -> rows per unit of a group."""
-    norms = {inner: rows.get(norm_features(norm), 0) for inner, norm in module.named_modules(prefix=path)}
-    return [Member(inner, "features", LayerNormSlice, each) for inner, each in norms.items() if each]
+def _heads_in(observed: Observation, path: str) -> int:
+    """Return the number of heads that an attention states; 0 for other modules."""
+    named = "attention" in type(observed.modules[path]).__name__.lower()
+    return _number(observed, path, vocabulary.HEADS, inherited=named) or 0
 
 
-def _heads(observed: Observation, path: str, out: str, latent: bool) -> _Heads:
-    """Return the heads of an attention module whose output layer is given."""
-    all_heads = observed.sides[out][0]
-    queries = _number(observed, path, vocabulary.HEADS, inherited=True)
-    width = _number(observed, path, vocabulary.HEAD_WIDTHS, inherited=False)
-    if width is not None and all_heads % width == 0 and not latent:
-        queries = all_heads // width
-    if queries is None or all_heads % queries:
-        raise _Unfit(f"{out} has {all_heads} inputs, which is no multiple of {queries} heads")
-    if queries < 2:
-        raise _Unfit("it has one head only")
-    if latent:
-        return _Heads(queries, queries, all_heads // queries)
-    per_pair = _number(observed, path, vocabulary.QUERIES_PER_KEY, inherited=False)
-    pairs = _number(observed, path, vocabulary.KEY_VALUE_HEADS, inherited=True) or queries
-    pairs = queries // per_pair if per_pair and queries % per_pair == 0 else pairs
-    if queries % pairs:
-        raise _Unfit(f"{queries} query heads are no multiple of {pairs} key and value heads")
-    return _Heads(queries, pairs, all_heads // queries)
-
-
-def _tables(observed: Observation, path: str, heads: _Heads) -> Iterator[Member]:
-    """Yield the tables with one column per head in an attention module, of position biases for example."""
-    each = heads.queries // heads.full
-    for inner, module in observed.modules[path].named_modules(prefix=path):
-        if isinstance(module, nn.Embedding) and module.embedding_dim == heads.queries:
-            yield Member(inner, "out", WeightSlice, each)
-        elif not type(module).__module__.startswith("torch.nn.") and inner not in observed.sides:
-            for name, tensor in {**module._parameters, **(module._buffers if inner == path else {})}.items():
-                axes = [axis for axis, n in enumerate(getattr(tensor, "shape", ())) if n == heads.queries]
-                if len(axes) == 1:
-                    yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
-            if inner != path:
-                for number, value in own_numbers(module, vocabulary.HEADS, heads.queries).items():
-                    yield Member(inner, number, ElasticAttribute, value // heads.full)
-
-
-def _feed_forwards(observed: Observation, mixers: Sequence[_Proposal]) -> Iterator[_Proposal]:
-    """Propose the neurons of every feed-forward network in a block; packed layers come last."""
-    outside = {path for proposal in mixers for path in proposal.layers}
-    outside |= {a for a, b in itertools.pairwise(observed.order) if is_rank(observed.modules, a, b)}
-    layers = [layer for layer in observed.order if layer not in outside]
-    hosts = [_parent(_parent(proposal.name)) for proposal in mixers]
-    packed: list[_Proposal] = []
-    for at, last in enumerate(layers):
-        neurons, block = observed.sides[last][0], observed.block_of(last)
-        block = block or max((h for h in hosts if last.startswith(f"{h}.")), key=len, default=None)
-        before = [layer for layer in layers[:at] if layer.startswith(f"{block}.")]
-        outputs = [observed.sides[layer][1] == neurons for layer in before]
-        first = before[max((i + 1 for i, fits in enumerate(outputs) if not fits), default=0) :]
-        if block is not None and first:
-            yield _feed_forward(observed, first, last)
-        elif block is not None and before and observed.sides[before[-1]][1] == 2 * neurons:
-            packed.append(_feed_forward(observed, before[-1:], last))
-    yield from packed
-
-
-def _feed_forward(observed: Observation, first: list[str], last: str) -> _Proposal:
-    """Propose the neurons between some linear layers and the one that runs after them."""
-    neurons = observed.sides[last][0]
-    around = _common([*first, last])
-    name = f"{around}.ffn" if around not in observed.blocks else f"{first[0]}.ffn"
-    proposal = _Proposal(name, [*first, last])
-    end, norms = [Member(last, "in_", WeightSlice)], list[Member]()
-    if around in observed.calls and around not in observed.blocks:
-        inside = observed.modules[around]
-        end += [Member(around, n, ElasticAttribute) for n in own_numbers(inside, vocabulary.NEURONS, neurons)]
-        norms = _norms(inside, around, {neurons: 1})
-        end += [
-            Member(path, "out", WeightSlice)
-            for path, m in inside.named_modules(prefix=around)
-            if isinstance(m, nn.Conv1d | nn.Conv2d) and m.groups == m.in_channels == m.out_channels == neurons
-        ]
-    plain = [Member(layer, "out", WeightSlice) for layer in first]
-    halves = [Member(first[0], "out", WeightSlice, 1, start, 2 * neurons) for start in (0, neurons)]
-    pairs = [Member(first[0], "out", WeightSlice, 2)]
-    starts = [plain] if observed.sides[first[0]][1] == neurons else [halves, pairs]
-    for start, extra in itertools.product(starts, [norms, []] if norms else [[]]):
-        proposal.variants.append(Group(name, "ffn", neurons, (*start, *end, *extra)))
-    return proposal
+def _with_heads(
+    observed: Observation, group: Group, writers: Sequence[str], blocks: Sequence[str]
+) -> Iterator[Group]:
+    """Yield a group of heads with the numbers that modules state of them, those of widths at last."""
+    block = blocks[0] if blocks else ""
+    path = _common([w for w in writers if observed.block_of(w) == block] if blocks else writers)
+    heads = ((p, _heads_in(observed, p)) for p in _around(path))
+    home = next((p for p, number in heads if number and number % group.full == 0), None)
+    if home is None:
+        return
+    name = f"{_parent(block)}{home[len(block) :]}.heads" if len(blocks) > 1 else f"{home}.heads"
+    totals = {m.multiple * group.full for m in group.members if m.module in observed.sides}
+    numbers: dict[tuple[str, str], int] = {}
+    for path, inner in observed.modules[home].named_modules(prefix=home):
+        stated = {
+            **{n: v for n, v in own_numbers(inner, vocabulary.HEADS).items() if v % group.full == 0},
+            **{n: v for n, v in own_numbers(inner, vocabulary.ALL_HEADS).items() if v in totals},
+            **own_numbers(inner, vocabulary.KEY_VALUE_HEADS, group.full),
+        }
+        if _number(observed, path, vocabulary.KEY_VALUE_HEADS, inherited=True) == 1:
+            stated |= own_numbers(inner, vocabulary.QUERIES_PER_KEY, group.full)
+        numbers |= {(path, number): value for number, value in stated.items()}
+    module = observed.modules[home]
+    config = {f"config.{n}": number_of(vars(module).get("config"), n) for n in vocabulary.HEADS}
+    for more in (
+        {},
+        {n: v for n, v in own_numbers(module, vocabulary.WIDTHS).items() if v in totals},
+        {n: v for n, v in config.items() if v and v % group.full == 0},
+    ):
+        every = numbers | {(home, number): value for number, value in more.items()}
+        ends = [Member(at, n, ElasticAttribute, value // group.full) for (at, n), value in every.items()]
+        yield replace(group, name=name, axis="heads", members=tuple(dict.fromkeys((*group.members, *ends))))
 
 
 def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:

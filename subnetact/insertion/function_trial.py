@@ -1,135 +1,243 @@
-"""Which entries of the results of a function follow which entries of its arguments, found by a trial.
+"""What a function does with the entries of its tensors, found by calling it with other numbers.
 
-A function treats the entries of an axis one by one if, with only some of them, it returns what it returns
-with all of them, without the others.
+If its results are numbers of its inputs, wherever these are, it moves data, and entries go with the places
+that they came from. If it returns, with only some entries of an axis, what it returns with all of them, it
+treats that axis entry by entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from subnetact.comparison import ROUNDED, equal
+from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
+from subnetact.insertion.recorder import called_name
 
-BY_THE_FORWARD = "the forward"
-"""What a reason begins with that is meant for users."""
-SPREAD = ("linspace", "logspace")
-"""Functions of no tensor whose numbers depend on how many there are."""
-EFFECTS = {
-    **{"mean": "averages over", "roll": "shifts", "flip": "reverses the order of", "sort": "sorts"},
-    "assigned": "writes over some of",
-    **dict.fromkeys(("amax", "amin"), "takes the largest or the least of"),
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), "takes the variance over"),
-    **dict.fromkeys(SPREAD, "spreads numbers over"),
-}
-"""What functions do with all entries of an axis, in the words of a refusal; others move or mix them."""
+EMPTY = ("empty", "new_empty", "empty_like")
+"""Functions whose results have numbers that mean nothing."""
 UNCHECKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions that read beyond their arguments if these do not fit; their modules check that first."""
 
-_Axes = Mapping[fx.Node, int]
+Tables: TypeAlias = tuple[list[Tensor], Tensor]
+"""The index on every axis of a tensor that lies at some places, and which places have one.
+
+1 in their shapes stands for an axis along which all are alike.
+"""
 
 
-def spec_by_trial(operation: Any) -> Any:
-    """Return what torch-kirigami has to know of a call of a function, or of a module, without a rule."""
-    from torch_kirigami.dep_graph.contracts import AxisBarrier, Barrier
-    from torch_kirigami.dep_graph.operation import OperatorSpec
-    from torch_kirigami.dep_graph.relations import AxisRelation
+@dataclass(frozen=True)
+class Move:
+    """How places in an input of a function that moves data are those in a result; both by their numbers.
 
-    given = tree_leaves((operation.node.args, operation.node.kwargs))
-    nodes = [leaf for leaf in given if isinstance(leaf, fx.Node)]
-    refs = dict(zip(nodes, operation.inputs, strict=False))
-    name = getattr(operation.node.target, "__name__", str(operation.node.target))
-    why = f"{BY_THE_FORWARD} {EFFECTS.get(name, 'moves or mixes')} its outputs"
-    constraints: list[Any] = [Barrier((*operation.bindings.values(),), why, operation.name)]
-    relations: list[Any] = []
-    if len(nodes) != len(operation.inputs):
-        return OperatorSpec((), (Barrier((*operation.inputs, *operation.outputs), why, operation.name),))
-    free: set[tuple[Any, int]] = set()
-    trial = _Trial(operation, refs)
-    for node, ref in refs.items():
-        for axis, length in enumerate(ref.shape):
-            if (ref, axis) in free:
-                continue
-            for axes in _together(refs, node, axis):
-                followed = trial.followed(axes, length) if length > 1 else None
-                if followed is not None:
-                    ends = [refs[other].axis(at) for other, at in axes.items()]
-                    ends += [operation.outputs[i].axis(at) for i, at in followed]
-                    relations += [AxisRelation.equal(ends[0], end, operation.name) for end in ends[1:]]
-                    free |= {(end.tensor, end.dim) for end in ends}
-                    break
-    tensors = (*refs.values(), *operation.outputs) if refs or name in SPREAD else ()
-    constraints += [
-        AxisBarrier(ref.axis(axis), why, operation.name)
-        for ref in tensors
-        for axis in range(len(ref.shape))
-        if (ref, axis) not in free
-    ]
-    return OperatorSpec(tuple(relations), tuple(constraints))
+    `places` has the shape of the result, -1 where it holds something else. The way back is known if no entry
+    of the input is there twice.
+    """
 
+    input: int
+    result: int
+    shape: tuple[int, ...]
+    places: Tensor
+    to_result: Tables
+    to_input: Tables | None
 
-def _together(refs: Mapping[fx.Node, Any], node: fx.Node, axis: int) -> Iterator[_Axes]:
-    """Yield an axis of one argument, and then all axes of its length at the same place from the right."""
-    yield {node: axis}
-    shape = refs[node].shape
-    from_right = len(shape) - axis
-    others = {
-        other: len(ref.shape) - from_right
-        for other, ref in refs.items()
-        if len(ref.shape) >= from_right and ref.shape[-from_right] == shape[axis]
-    }
-    if len(others) > 1:
-        yield others
+    @classmethod
+    def of(cls, input: int, result: int, shape: tuple[int, ...], places: Tensor) -> Move:
+        """Return the move of an input of a shape to some places in a result."""
+        inside, back = places >= 0, None
+        if len(used := places[inside]) == len(set(used.tolist())):
+            there = torch.full((math.prod(shape),), -1)
+            there[used] = inside.flatten().nonzero().flatten()
+            back = _tables(there.view(shape), places.shape)
+        return cls(input, result, shape, places, _tables(places, shape), back)
+
+    def before(self, mask: Tensor) -> Tensor | None:
+        """Return which entries of the input go with some of the result; None if none does."""
+        if self.to_input is not None:
+            return indexed(mask, *self.to_input)
+        size, mask = math.prod(self.shape), mask.expand(self.places.shape)
+        goes, stays = (
+            torch.zeros(size, dtype=torch.bool).index_fill_(0, self.places[chosen & (self.places >= 0)], True)
+            for chosen in (mask, ~mask)
+        )
+        if bool((goes & stays).any()) and self._is_copied(mask):
+            goes &= ~stays  # Some copies go, and what they are copies of stays.
+        return reduced(goes.view(self.shape)) if bool(goes.any()) else None
+
+    def _is_copied(self, mask: Tensor) -> bool:
+        """Tell whether data are copied along an axis, as `expand` does, of which entries go as a whole."""
+        for axis in range(mask.dim()):
+            alike = bool((self.places == self.places.narrow(axis, 0, 1)).all())
+            if mask.shape[axis] > 1 and alike and bool(mask.movedim(axis, 0).flatten(1).all(1).any()):
+                return True
+        return False
 
 
-class _Trial:
-    """Calls a function with random numbers, and with the whole numbers of the example."""
+@dataclass(frozen=True)
+class Labels:
+    """A label for each axis of the tensors and results of a function that it treats entry by entry.
 
-    def __init__(self, operation: Any, refs: Mapping[fx.Node, Any]) -> None:
-        self._node, target = operation.node, operation.node.target
-        kinds = {"call_module": operation.module, "call_method": getattr(Tensor, str(target), None)}
-        self._function: Any = kinds.get(self._node.op, target)
-        generator = torch.Generator().manual_seed(0)
-        self._values: dict[fx.Node, Tensor] = {}
-        for node in refs:
-            value, facts = node.meta.get("value"), node.meta["tensor_meta"]
-            if value is None:
-                value = torch.randn(facts.shape, generator=generator).to(facts.dtype)
-            self._values[node] = value.cpu()
-        self._whole = self._called(self._values)
+    `moved` says that it leaves all numbers in their places.
+    """
 
-    def followed(self, axes: _Axes, length: int) -> list[tuple[int, int]] | None:
-        """Return the results and axes of them that follow axes of arguments; None if others change."""
-        found: list[tuple[int, int]] | None = None
-        for kept in (torch.arange(length // 2), torch.arange(0, length, 2), torch.arange(1, length, 2)):
-            values = {n: v.index_select(axes[n], kept) if n in axes else v for n, v in self._values.items()}
-            results = self._called(values)
-            if self._whole is None or results is None or len(results) != len(self._whole):
-                return None
-            now = []
-            for i, (result, whole) in enumerate(zip(results, self._whole, strict=True)):
-                sides = enumerate(zip(result.shape, whole.shape, strict=False))
-                shorter = [axis for axis, (now_long, long) in sides if now_long != long]
-                if len(shorter) > 1 or any(whole.shape[axis] != length for axis in shorter):
-                    return None
-                expected = whole.index_select(shorter[0], kept) if shorter else whole
-                if not equal(result, expected, ROUNDED):
-                    return None
-                now += [(i, axis) for axis in shorter]
-            if found not in (None, now):
-                return None
-            found = now
-        return found
+    axes: list[tuple[str | None, ...]]
+    moved: bool = False
 
-    def _called(self, values: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:
-        if self._node.op == "call_function" and getattr(self._node.target, "__name__", "") in UNCHECKED:
+
+def _tables(places: Tensor, shape: Sequence[int]) -> Tables:
+    """Return the index on every axis of a shape that is at some places."""
+    known = places >= 0
+    tables, stride = list[Tensor](), math.prod(shape)
+    for length in shape:
+        stride //= length
+        at = torch.where(known, places // stride % length, -1)
+        for axis in range(at.dim()):
+            most = at.amax(axis, keepdim=True)
+            if bool(((at == most) | (at < 0)).all()):
+                at = most
+        tables.append(at)
+    return tables, reduced(known)
+
+
+def indexed(mask: Tensor, tables: Sequence[Tensor], known: Tensor) -> Tensor | None:
+    """Return a mask at other places; None if nothing goes there."""
+    zero, shape = torch.zeros((), dtype=torch.int64), (1,) * known.dim()
+    index = [table.clamp(min=0) if n > 1 else zero for n, table in zip(mask.shape, tables, strict=True)]
+    for table in index:
+        shape = torch.broadcast_shapes(shape, table.shape)  # type: ignore[no-untyped-call]
+    moved = mask[tuple(table.expand(shape) for table in index)] if index else mask.expand(shape)
+    for n, table in zip(mask.shape, tables, strict=True):
+        if n > 1:
+            moved = moved & (table >= 0)
+    for axis in range(known.dim()):  # What is new along other axes goes with what lies around it.
+        if known.shape[axis] > 1 and moved.shape[axis] > 1:
+            others = [i for i in range(known.dim()) if i != axis]
+            moved = moved & (known.amax(others, keepdim=True) if others else known)
+    return moved if bool(moved.any()) else None
+
+
+def reduced(mask: Tensor) -> Tensor:
+    """Return a mask with 1 for every axis along which all entries are alike."""
+    for axis in range(mask.dim()):
+        first = mask.narrow(axis, 0, 1) if mask.shape[axis] else mask
+        if mask.shape[axis] > 1 and bool((mask == first).all()):
+            mask = first
+    return mask
+
+
+def _is_uniform(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[:1]).all())
+
+
+class FunctionTrial:
+    """One call of a function, with other numbers in the place of those that it got."""
+
+    def __init__(self, node: fx.Node, modules: Mapping[str, nn.Module], results: list[fx.Node]) -> None:
+        self.node, self.results = node, results
+        kinds = {
+            "call_module": modules.get(str(node.target)),
+            "call_method": getattr(Tensor, str(node.target), None),
+        }
+        self._function: Any = kinds.get(node.op, node.target)
+        self.tensors = [n for n in node.all_input_nodes if "tensor_meta" in n.meta]
+        facts = [n.meta["tensor_meta"] for n in self.tensors]
+        self._shapes, self._dtypes = [tuple(f.shape) for f in facts], [f.dtype for f in facts]
+        self._deciding = [  # whole numbers, which may decide where others go
+            None if dtype.is_floating_point else n.meta.get("value", torch.zeros(shape, dtype=dtype))
+            for n, shape, dtype in zip(self.tensors, self._shapes, self._dtypes, strict=True)
+        ]
+
+    def signature(self) -> Any:
+        """Return what calls with the same results have in common; None if numbers decide."""
+        if any(value is not None for value in self._deciding):
             return None
-        args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), lambda node: values[node].clone())
+        layer = self._function if self.node.op == "call_module" else None
+        target = (type(layer), str(layer)) if layer is not None else self._function
+        arguments = fx.map_arg(
+            (self.node.args, self.node.kwargs), lambda n: self.tensors.index(n) if n in self.tensors else None
+        )
+        return target, str(arguments), tuple(self._shapes), tuple(self._dtypes)
+
+    def moves(self) -> list[Move] | Labels | None:
+        """Return how the function moves data, as labels if it leaves them in place; None if it computes."""
+        undecided = [i for i, value in enumerate(self._deciding) if value is None]
+        read = undecided or list(range(len(self.tensors)))
+        sizes = [math.prod(self._shapes[i]) for i in read]
+        total, orders = sum(sizes), list[list[Tensor]]()
+        if not total or not self.results:
+            return None
+        for order in (torch.arange(total), torch.randperm(total, generator=torch.Generator().manual_seed(0))):
+            numbers = iter((order + 1).double().split_with_sizes(sizes))
+            values = [
+                next(numbers).view(shape) if i in read else value
+                for i, (shape, value) in enumerate(zip(self._shapes, self._deciding, strict=True))
+            ]
+            results = self._called(values)
+            if results is None or len(results) != len(self.results):
+                return None
+            where, sources = torch.full((total + 1,), -1), list[Tensor]()
+            where[order] = torch.arange(total)
+            for result in results:
+                places = torch.full((1,), 0.5) if result.is_complex() else result.double() - 1
+                if not bool(((places == places.round()) & (places >= -1) & (places < total)).all()):
+                    return None
+                sources.append(where[places.long()])
+            orders.append(sources)
+        if not all(map(torch.equal, *orders)) or not any(bool((s >= 0).any()) for s in orders[0]):
+            return None
+        alike = len(read) == 1 and len(self.results) == 1 and orders[0][0].shape == self._shapes[read[0]]
+        if alike and torch.equal(orders[0][0].flatten(), torch.arange(total)):
+            labels: tuple[str | None, ...] = tuple(f"*{axis}" for axis in range(len(self._shapes[read[0]])))
+            axes = (labels if i in read else (None,) * len(s) for i, s in enumerate(self._shapes))
+            return Labels([*axes, labels], moved=True)
+        moves, begin = list[Move](), 0
+        for i, size in zip(read, sizes, strict=True):
+            for at, source in enumerate(orders[0]):
+                places = torch.where((source >= begin) & (source < begin + size), source - begin, -1)
+                if bool((places >= 0).any()):
+                    moves.append(Move.of(i, at, self._shapes[i], places))
+            begin += size
+        return moves
+
+    def labels(self) -> Labels | None:
+        """Return labels for axes that the function treats entry by entry; None if it reads shapes only."""
+        draw = torch.Generator().manual_seed(0)
+        values = [
+            torch.randn(shape, generator=draw).to(dtype) if value is None else value
+            for shape, dtype, value in zip(self._shapes, self._dtypes, self._deciding, strict=True)
+        ]
+        others = [v if d is not None else v * torch.nan for v, d in zip(values, self._deciding, strict=True)]
+        whole, again = self._called(values), self._called(others)
+        constant = whole is not None and again is not None and equal(whole, again, EXACT)
+        reads_shapes = None in self._deciding or (constant and all(map(_is_uniform, whole or ())))
+        if called_name(self.node) in EMPTY or (constant and reads_shapes):
+            return None
+        labels: list[list[str | None]] = [[None] * len(shape) for shape in self._shapes]
+        labels += [[None] * len(result.meta["tensor_meta"].shape) for result in self.results]
+        if whole is not None and len(whole) == len(self.results):
+            for i, shape in enumerate(self._shapes):
+                for axis, length in enumerate(shape):
+                    for axes in self._together(i, axis) if length > 1 and labels[i][axis] is None else ():
+                        ends = self._ends(values, whole, axes, length)
+                        if ends is not None:
+                            for at, end in (*axes.items(), *((len(self._shapes) + r, a) for r, a in ends)):
+                                labels[at][end] = f"*{i}.{axis}"
+                            break
+        return Labels(list(map(tuple, labels)))
+
+    # -- inner parts -------------------------------------------------------------------------------
+
+    def _called(self, values: Sequence[Any]) -> list[Tensor] | None:
+        if self.node.op == "call_function" and called_name(self.node) in UNCHECKED:
+            return None
+        by_node = dict(zip(self.tensors, values, strict=True))
+        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda n: by_node[n].clone())
         try:
             with torch.no_grad():
                 result = self._function(*args, **kwargs)
@@ -137,3 +245,37 @@ class _Trial:
             raise_if_out_of_memory(error)
             return None
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    def _together(self, at: int, axis: int) -> Iterator[dict[int, int]]:
+        """Yield an axis of one tensor, and then all axes of its length at the same place from the right."""
+        yield {at: axis}
+        place, length = axis - len(self._shapes[at]), self._shapes[at][axis]
+        shapes = [(i, shape) for i, shape in enumerate(self._shapes) if len(shape) >= -place]
+        alike = {i: len(shape) + place for i, shape in shapes if shape[place] == length}
+        if len(alike) > 1:
+            yield alike
+
+    def _ends(
+        self, values: Sequence[Tensor], whole: list[Tensor], axes: Mapping[int, int], length: int
+    ) -> list[tuple[int, int]] | None:
+        """Return the results and axes of them that follow axes of tensors; None if others change."""
+        ends: list[tuple[int, int]] | None = None
+        for kept in (torch.arange(length // 2), torch.arange(0, length, 2), torch.arange(1, length, 2)):
+            results = self._called(
+                [v.index_select(axes[i], kept) if i in axes else v for i, v in enumerate(values)]
+            )
+            if results is None or len(results) != len(whole):
+                return None
+            now = []
+            for i, (result, full) in enumerate(zip(results, whole, strict=True)):
+                sides = enumerate(zip(result.shape, full.shape, strict=False))
+                shorter = [axis for axis, (now_long, long) in sides if now_long != long]
+                if len(shorter) > 1 or any(full.shape[axis] != length for axis in shorter):
+                    return None
+                if not equal(result, full.index_select(shorter[0], kept) if shorter else full, ROUNDED):
+                    return None
+                now += [(i, axis) for axis in shorter]
+            if ends not in (None, now):
+                return None
+            ends = now
+        return ends

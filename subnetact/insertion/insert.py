@@ -8,7 +8,7 @@ Why a model is refused:
    `_patterns`; all here;
 3. it is in training mode, does not run on the example, returns no floating-point tensors or nothing finite,
    or answers by what earlier calls have left in a dictionary: `_runs`, here;
-4. it cannot be traced, or torch-kirigami is missing, and it declares nothing: `TracedModel` in `analysis.py`;
+4. it cannot be traced, and it declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons of `analysis.py`, `declaration.py`, `skippable.py`;
 6. choices that are no legal sizes or name no group or stage, segments that overlap, and names or parts that
    occur twice: `description.py`;
@@ -120,7 +120,6 @@ def describe(
         InsertError: the example does not run, the model cannot be traced, is in training mode, already has
             operators, is wrapped or quantised or has hooks, a choice is not legal, a pattern matches nothing,
             or nothing can be elastic.
-        MissingExtra: torch-kirigami (the extra `auto`) is not installed, and the model declares nothing.
 
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
@@ -198,7 +197,6 @@ def insert_(
         InsertError: a module or a dimension does not exist, a module cannot be made elastic, a size of the
             largest subnet exceeds it, the proof fails, or for the reasons that `describe` names. The model is
             then unchanged.
-        MissingExtra: torch-kirigami (the extra `auto`) is not installed and no description is given.
 
     Example:
         >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
@@ -342,7 +340,9 @@ def _outside_of_layers(model: nn.Module, group: Group) -> bool:
         return False
     modules, stacks = [m.module for m in group.members], layer_stacks(model)
     within = [any(f"{module}.".startswith(f"{stack}.") for stack in stacks) for module in modules]
-    return not all(within) if stacks else any(model.get_submodule(m) is embedding for m in modules)
+    if stacks:
+        return not all(within) or group.axis == "width"
+    return any(model.get_submodule(m) is embedding for m in modules)
 
 
 def _selected(

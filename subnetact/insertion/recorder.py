@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.comparison import tensors_in
-from subnetact.operators.layer_traits import CHANNEL_NORM, traits_of
+from subnetact.operators.layer_traits import CHANNEL_NORM, norm_features, traits_of
 from subnetact.supernet.batches import call_with, map_tensors
 
 MOST_KEPT_VALUES = 2**20
@@ -168,7 +168,7 @@ def assigned(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Tell whether a recording does not look into a module: a layer of torch, or a frozen norm.
+    """Tell whether a recording does not look into a module: a layer of torch, or a norm of any class.
 
     Functions of recurrent layers check no sizes, and would crash; other unknown layers are looked into.
     """
@@ -176,7 +176,18 @@ def is_leaf(module: nn.Module) -> bool:
     own = type(module).__module__.startswith("torch.nn.modules.") and traits.kind != "container"
     closed = traits.mixes or not module._modules
     unknown = traits.kind == "unknown" and module._parameters
-    return traits.kind == CHANNEL_NORM or isinstance(module, nn.RNNBase) or (own and closed and not unknown)
+    norm = unknown and norm_features(module) > 0 and not module._modules
+    return (
+        norm
+        or traits.kind == CHANNEL_NORM
+        or isinstance(module, nn.RNNBase)
+        or (own and closed and not unknown)
+    )
+
+
+def called_name(node: fx.Node) -> str:
+    """Return the name of the function or module that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_tensor(value: Any) -> bool:

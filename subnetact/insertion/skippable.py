@@ -20,16 +20,10 @@ from torch import Tensor, fx, nn
 from subnetact.insertion.description import DepthStage
 from subnetact.insertion.recorder import Recording, assigned, is_leaf
 from subnetact.operators.layer_traits import traits_of
-from subnetact.operators.operation_traits import operation_of, spellings
+from subnetact.operators.operation_traits import operation_of
 from subnetact.spec import grouped
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.elementwise import ADDITIONS, PRODUCTS
-
-TRANSPARENT_CALLS = spellings(
-    *("relu", "gelu", "silu", "dropout", "layer_norm"),
-    *("clone", "to", "float", "type_as", "contiguous"),
-)
-"""What may lie on the way from the input of a block to its output, beside additions and some layers."""
 
 
 def skippable_blocks(modules: Mapping[str, nn.Module], recording: Recording) -> dict[str, torch.Size]:
@@ -135,4 +129,4 @@ def _is_transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         return traits_of(modules[str(node.target)]).transparent
     if node.target in PRODUCTS:
         return all(other.op == "get_attr" for other in node.all_input_nodes[1:])  # the scale of a norm
-    return node.target in TRANSPARENT_CALLS
+    return operation_of(node.target).transparent

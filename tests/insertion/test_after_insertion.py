@@ -16,7 +16,6 @@ from subnetact.supernet.unused_weights import fill_unused_, masked_reference, pr
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("torchvision")
-pytest.importorskip("torch_kirigami")
 
 BATCHES = [torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
 X = BATCHES[0]

@@ -50,7 +50,7 @@ def test_resnet50_is_inserted_on_large_images() -> None:
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    for package in ("timm", "torchvision", "torch_kirigami", "transformers"):
+    for package in ("timm", "torchvision", "transformers"):
         pytest.importorskip(package)
     spec = importlib.util.spec_from_file_location("coverage_of_insertion", BENCHMARKS / "coverage.py")
     assert spec is not None

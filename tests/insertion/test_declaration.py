@@ -278,8 +278,7 @@ OTHERS: Mapping[str, Any] = {
     ),
     "recurrent gemma": (
         *text("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig"),
-        {"depth": 1, "ffn": 4, "heads": 1},
-        ("model.layers.0.temporal_block.ffn", "linear_x (Linear), which no rule narrows with it"),
+        {"depth": 1, "ffn": 4, "heads": 1}, None,
     ),
     "modernbert": (
         *text("ModernBertModel", "ModernBertConfig"),

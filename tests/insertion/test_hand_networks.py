@@ -15,8 +15,6 @@ import subnetact
 from subnetact.errors import InsertError
 from subnetact.insertion import Description
 
-pytest.importorskip("torch_kirigami")
-
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -231,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]]
         lambda: stack(lambda: Mixed(Attention(lambda self, x: x.shape[2] // self.n_head))),
         X,
         "1.0.attention.heads",
-        ("1.0.attention (Attention)", "shapes tensors by n_head, use the tensor's own size or -1"),
+        ("1.0.attention (Attention)", "shapes tensors by n_embd, n_head, use the tensor's own size or -1"),
     ),
     "five axes": (
         lambda: stack(
@@ -244,8 +242,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]]
             )
         ),
         X,
-        "1.0.attention.a",
-        ("with unbind in 1.0.attention (Written)", "it stays whole"),
+        "1.0.attention.a.width",
+        ("shapes tensors by a number, use the tensor's own size or -1",),
     ),
 }
 """A network, an example, what is refused, and words of the reason."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,8 @@ from torch import nn
 
 import subnetact
 import subnetact.insertion
-from subnetact.errors import InsertError, MissingExtra
-from subnetact.insertion.analysis import MOST_REGIONS, TracedModel, _few_regions, _joined
+from subnetact.errors import InsertError
+from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.description_proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSu
 
 torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
-pytest.importorskip("torch_kirigami")
 
 
 models = torchvision.models
@@ -235,10 +232,10 @@ def test_a_part_of_two_sizes_is_left_out_and_the_rest_is_elastic() -> None:
     supernet = subnetact.insert_(model, example=X)
     assert torch.equal(outputs_of(supernet, X)[0], full)
     names = {slot.name for axis in supernet.space.axes for slot in axis.slots}
-    assert "up.width" in names
-    assert not names & {"part.width", "left.stream", "right.stream"}
+    assert {"up.width", "part.stream"} <= names
+    assert not names & {"stem.stream", "left.stream", "right.stream"}
     refused = subnetact.describe(Partial().eval(), X).refused
-    assert "follows other channels, too" in refused["part"]
+    assert "in parts that are not equal" in refused["stem"]
     assert "scales.0 consists of several segments" in refused["left"]
 
 
@@ -554,7 +551,7 @@ def test_remove_keeps_what_was_trained() -> None:
     assert torch.equal(plain.eval()(X.double()), expected)
 
 
-def test_tied_weights_are_left_alone() -> None:
+def test_tied_weights_are_narrowed_together() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -566,8 +563,9 @@ def test_tied_weights_are_left_alone() -> None:
             return self.out(self.hidden(self.three(self.two(self.one(x)).relu()).relu()).relu())
 
     description = subnetact.describe(Tied().eval(), torch.randn(2, 8))
-    assert [group.full for group in description.groups.values()] == [12]
-    assert "one.weight and three.weight are one tied tensor" in description.refused["one"]
+    assert [group.full for group in description.groups.values()] == [16, 12]
+    members = {(member.module, member.part) for member in next(iter(description.groups.values())).members}
+    assert members == {("one", "out"), ("two", "in_"), ("three", "out"), ("hidden", "in_")}
 
 
 def test_an_output_of_zeros_hides_nothing() -> None:
@@ -609,26 +607,6 @@ def test_handwritten_descriptions_are_checked_on_an_example() -> None:
     assert dict(model.named_modules()) == modules
     supernet = subnetact.insert_(model, example=X, elastic={"second": None, "head": None})
     assert "second" in supernet.report.fixed
-
-
-def test_it_works_without_the_package_only_if_something_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = subnetact.describe(Hidden(torch.relu).eval(), X)
-    monkeypatch.setitem(sys.modules, "torch_kirigami", None)
-    with pytest.raises(MissingExtra, match=r"subnetact\[auto\]"):
-        subnetact.insert_(Hidden(torch.relu).eval(), example=X)
-    supernet = subnetact.insert_(Hidden(torch.relu).eval(), description, example=X)
-    assert "first" in supernet.report.elastic
-
-
-def test_a_description_says_that_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if patterns select a part of the model, which the reason does not match by name."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
-    x = torch.randn(2, 4, 8)
-    monkeypatch.setitem(sys.modules, "torch_kirigami", None)
-    for options in ({}, {"only": "1"}, {"fixed": "0"}):
-        found = subnetact.describe(model, x, **options)
-        assert "subnetact[auto]" in found.refused["everything else"]
-        assert "subnetact[auto]" in str(found)
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("CUDA out of memory")])
@@ -1076,68 +1054,10 @@ def test_layers_of_one_stream_are_refused_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TracedModel, "_group", lambda self, layer: asked.append(layer) or group(self, layer))
     description = subnetact.describe(Returned().eval(), X, axes=("width", "stream"))
     assert list(description.groups) == [*(f"blocks.{i}.inner.0.width" for i in range(3)), "last.width"]
-    assert asked == ["stem", *(f"blocks.{i}.inner.0" for i in range(3)), "last", "head"]
+    assert sorted(asked) == [*(f"blocks.{i}.inner.0" for i in range(3)), "head", "last", "stem"]
     reasons = [description.refused[layer] for layer in ("stem", *(f"blocks.{i}.inner.2" for i in range(3)))]
     place = "its outputs are inputs or outputs of the model, tensor 2 of those returned"
     assert reasons == [f"{place}; leave it out there to narrow it"] * 4
-
-
-def test_joined_regions_cover_the_same() -> None:
-    from torch_kirigami.dep_graph.selection import IndexSet, Region
-    from torch_kirigami.errors import AnalysisLimitError
-
-    rng = random.Random(0)
-    fewer = 0
-
-    def axis(size: int) -> Any:
-        runs = [sorted((rng.randint(0, size), rng.randint(0, size))) for _ in range(rng.choice((1, 1, 1, 2)))]
-        return IndexSet(tuple((a, b) for a, b in runs if a < b))
-
-    def covered(regions: list[Any]) -> set[tuple[int, ...]]:
-        return {place for region in regions for place in itertools.product(*region.axes)}
-
-    for case in range(400):
-        size = rng.choice((3, 12))
-        regions = [Region(tuple(axis(size) for _ in range(case % 4))) for _ in range(rng.randint(0, 12))]
-        joined = _joined(regions)
-        assert covered(joined) == covered(regions)
-        fewer += len(joined) < len({region for region in regions if not region.empty})
-    assert fewer > 100
-    rows = [Region((IndexSet(((i, i + 1),)), IndexSet(((0, 4),)))) for i in range(2 * MOST_REGIONS)]
-    assert _joined(rows) == [Region((IndexSet(((0, 2 * MOST_REGIONS),)), IndexSet(((0, 4),))))]
-    apart = [Region((IndexSet(((2 * i, 2 * i + 1),)), IndexSet(((i, i + 1),)))) for i in range(MOST_REGIONS)]
-    assert len(_joined(apart)) == MOST_REGIONS
-    with pytest.raises(AnalysisLimitError):
-        _joined([*apart, Region((IndexSet(((1, 2),)), IndexSet(((0, MOST_REGIONS),))))])
-
-
-def test_the_package_stays_as_it_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_kirigami.dep_graph import selection
-
-    normalize, used = selection.normalize, []
-    monkeypatch.setattr(
-        "subnetact.insertion.analysis._joined", lambda regions: used.append(0) or tuple(regions)
-    )
-    regions = [selection.Region((selection.IndexSet(((2 * i, 2 * i + 1),)),)) for i in range(20)]
-    found: list[Any] = []
-    with _few_regions():
-        thread = threading.Thread(target=lambda: found.append(selection.normalize(regions)))
-        thread.start()
-        thread.join(60)
-        assert found == [normalize(regions)]
-        assert used == []
-        selection.normalize(regions)
-        assert used == [0]
-        waiting = threading.Thread(target=_enter)
-        waiting.start()
-    waiting.join(60)
-    assert not waiting.is_alive()
-    assert selection.normalize is normalize
-
-
-def _enter() -> None:
-    with _few_regions():
-        pass
 
 
 class Flipping(nn.Module):

@@ -28,8 +28,6 @@ from subnetact.comparison import tensors_in
 from subnetact.errors import InsertError, UnprovedInputWarning
 from subnetact.supernet.supernet import Supernet
 
-pytest.importorskip("torch_kirigami")
-
 VECTORS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 STATES = torch.randn(64, 8, generator=torch.Generator().manual_seed(2))
 LINES = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(3))
@@ -205,7 +203,7 @@ def crossed(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("compute", "blocks"), [(reversible, 1), (reversible, 2), (reversible, 3), (crossed, 1)]
 )
-def test_two_groups_on_one_chunked_layer_are_refused_and_the_neurons_inside_stay(
+def test_the_parts_of_a_chunked_layer_stay_equal_and_the_neurons_inside_are_elastic(
     compute: Any, blocks: int
 ) -> None:
     def stack() -> nn.ModuleList:
@@ -216,8 +214,8 @@ def test_two_groups_on_one_chunked_layer_are_refused_and_the_neurons_inside_stay
     elastic, refused = inserted(
         seeded(compute, a=(8, 32), f=stack, g=stack, head=(32, 5)), VECTORS, VECTORS, VECTORS[:1]
     )
-    named = {name for name in refused if name.endswith(".stream")}
-    assert compute is crossed or named == {"f.0.2.stream", "g.0.2.stream"}
+    assert "a.stream" in elastic
+    assert not any(name.endswith(".stream") for name in refused)
     assert "f.0.0.ffn" in elastic
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("torch_kirigami")
-
 from subnetact import describe, insert_
 from subnetact.errors import InsertError
 

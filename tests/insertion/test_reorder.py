@@ -491,7 +491,6 @@ def test_published_families_stay_the_same_networks(family: str, groups: int) -> 
 
 
 def test_the_groups_of_a_description_move_as_it_says() -> None:
-    pytest.importorskip("torch_kirigami")
     torch.manual_seed(0)
     network = randomised(Convs())
     original = copy.deepcopy(network)

@@ -31,7 +31,6 @@ from subnetact.operators import (
 )
 from subnetact.operators.segments import Kept
 
-pytest.importorskip("torch_kirigami")
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
 DIFFERENT = 1e-2

@@ -14,8 +14,6 @@ from subnetact.errors import InsertError
 from subnetact.operators import WeightSlice
 from subnetact.operators.base import Operator
 
-pytest.importorskip("torch_kirigami")
-
 
 class Linear(nn.Linear):
     """A linear layer with a forward of its own."""
@@ -67,8 +65,7 @@ def test_a_softmax_over_features_is_refused_beside_layers_of_all_kinds(
     model = nn.Sequential(first(), nn.ReLU(), layer(16, 16), nn.Softmax(1), layer(16, 4)).eval()
     x = example()
     supernet = subnetact.insert_(model, example=x)
-    (wrong,) = (name for name, why in supernet.description.refused.items() if "unused weights at zero" in why)
-    assert wrong.startswith("2.")
+    assert "(Softmax)" in supernet.description.refused["2"]
     assert supernet.description.groups
     assert not supernet.check(x).not_compared
 

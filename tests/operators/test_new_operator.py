@@ -112,7 +112,6 @@ def test_its_channels_can_be_sorted(supernet: Supernet) -> None:
 
 
 def test_it_is_found_in_a_model() -> None:
-    pytest.importorskip("torch_kirigami")
     found = subnetact.describe(network(), X)
     assert {(m.module, m.part, m.operator) for group in found.groups.values() for m in group.members} >= {
         ("1", "out", GatedSlice),

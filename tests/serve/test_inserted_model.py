@@ -16,8 +16,6 @@ from subnetact import Engine
 from subnetact.export import load_exported, to_pt2
 from subnetact.profile.cli import main
 
-pytest.importorskip("torch_kirigami")
-
 OWN = """
 import torch
 from torch import nn

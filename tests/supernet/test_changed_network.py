@@ -21,7 +21,6 @@ from subnetact.operators.base import Operator
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import distill_, sandwich_step
 
-pytest.importorskip("torch_kirigami")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning"),
     pytest.mark.filterwarnings("ignore::subnetact.errors.UnprovedInputWarning"),

@@ -16,7 +16,6 @@ import subnetact
 from subnetact.generation import Generator
 from subnetact.supernet.supernet import Supernet
 
-pytest.importorskip("torch_kirigami")
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UnprovedInputWarning")
 WIDTH = 8
 SHORT = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))

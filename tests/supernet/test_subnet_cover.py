@@ -17,8 +17,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.supernet import Supernet
 
-pytest.importorskip("torch_kirigami")
-
 
 class Block(nn.Module):
     """Two convolutions with BatchNorms, and a shortcut."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import subnetact
 from subnetact.operators.kernel_table import why_not
 
-for package in ("timm", "torchvision", "torch_kirigami", "sklearn", "matplotlib", "scipy"):
+for package in ("timm", "torchvision", "sklearn", "matplotlib", "scipy"):
     pytest.importorskip(package)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

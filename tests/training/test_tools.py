@@ -24,13 +24,18 @@ define_missing()
 warnings.simplefilter("ignore")
 import torch
 """
+END = """
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # Its threads must not outlive the interpreter.
+"""
 
 
 def in_two_processes(script: str, folder: Path) -> None:
     """Run a script in two processes, as torchrun does."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / "script.py"
-    path.write_text(PRELUDE.format(tests=str(ROOT / "tests")) + script)
+    path.write_text(PRELUDE.format(tests=str(ROOT / "tests")) + script + END)
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     group |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
