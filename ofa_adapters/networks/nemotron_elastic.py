@@ -65,8 +65,7 @@ from subnetact.files.documents import StrPath
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
-from subnetact.insertion.stream import stream_group
-from subnetact.operators import Elastic, WeightSlice
+from subnetact.operators import Elastic, ElasticAttribute, LayerNormSlice, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot
 from subnetact.spec import grouped, shown
 
@@ -85,6 +84,13 @@ FIELDS = (
 """The fields of a budget, which are axes if the network has layers of the kind that they are about."""
 OF_EXPERTS = {"pool": "n_routed_experts", "experts": "num_experts_per_tok", "ffn": "moe_intermediate_size"}
 """Axis of a group of experts -> the field of a budget."""
+OF_STREAM = {
+    **dict.fromkeys(("in_proj", "q_proj", "k_proj", "v_proj", "up_proj", "fc1_latent_proj"), ("in_",)),
+    **dict.fromkeys(("embeddings", "out_proj", "o_proj", "down_proj", "fc2_latent_proj"), ("out",)),
+    **{"lm_head": ("in_",), "norm": ("features",), "norm_f": ("features",)},
+    **{"gate": ("weight.1", "hidden_dim"), "experts": ("up_proj.2", "down_proj.1", "hidden_dim")},
+}
+"""Name of a layer -> which parts of it are as long as the stream of channels between layers."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +174,24 @@ def _neurons(path: str, full: int) -> Group:
     return Group(f"{path}.ffn", "ffn", full, ends)
 
 
+def _stream(network: Any) -> Group:
+    """Return the group of the embedding channels, which all layers read and add to."""
+    latent = network.config.moe_latent_size is not None
+    members: list[Member] = []
+    for path, module in network.named_modules():
+        outer, _, name = path.rpartition(".")
+        inner = (outer.endswith("mixer") and name == "norm") or (name == "experts" and latent)
+        for part in () if inner or isinstance(module, nn.Identity) else OF_STREAM.get(name, ()):
+            own = LayerNormSlice if part == "features" else WeightSlice
+            members.append(
+                Member(path, part, own if part in ("in_", "out", "features") else ElasticAttribute)
+            )
+    return Group("stream", "stream", network.config.hidden_size, tuple(members))
+
+
 def _layout(network: Any, given: Mapping[str, Any]) -> NemotronElasticLayout:
     layers = grouped(_groups(network))
-    members = [m for groups in layers.values() for group in groups for m in group.members]
-    kinds = enumerate(network.config.layers_block_type)
-    mixers = [f"model.layers.{i}.mixer" for i, kind in kinds if kind.endswith("attention")]
-    stream = stream_group(network, {(m.module, m.part) for m in members}, mixers)
-    if not isinstance(stream, Group):
-        raise SpecError(f"nemotron_elastic: {stream}")
-    groups = {"hidden_size": (stream,), **{field: tuple(own) for field, own in layers.items()}}
+    groups = {"hidden_size": (_stream(network),), **{field: tuple(own) for field, own in layers.items()}}
     full = {field: (int(getattr(network.config, field)),) * len(own) for field, own in groups.items()}
     named = {name: _budget(name, own, network.config, groups) for name, own in given.items()}
     budgets = {FULL: full, **named}
