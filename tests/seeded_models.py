@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.insertion.description import AXES, Description, Group, Member, sizes_of_choices
-from subnetact.operators import LayerNormSlice, WeightSlice
+from subnetact.insertion.description import AXES, Description, Group
 from subnetact.spec import SubnetSpec
 
 __all__ = ["MODELS", "described", "reference", "seeded_model"]
@@ -228,19 +227,12 @@ def seeded_model(name: str) -> tuple[nn.Module, Tensor]:
 
 @cache
 def described(name: str) -> Description:
-    """Return the right description of a model, which `describe` finds, but for a stream of tied weights."""
+    """Return the right description of a model, which `describe` finds."""
     model, x = seeded_model(name)
     found = subnetact.describe(model, x, axes=AXES, proof=False)
     if name == "normalised":
         return found.with_choices("stem.stream", [1, 8, 12, 16])  # One feature may be broadcast.
-    if name != "tied":
-        return found
-    parts = (("embedding", "out"), ("up", "in_"), ("down", "out"), ("head", "in_"))
-    members = [Member(module, part, WeightSlice) for module, part in parts]
-    members.append(Member("norm", "features", LayerNormSlice))
-    sizes = sizes_of_choices(16, (0.5, 0.75))
-    stream = Group("embedding.stream", "stream", 16, tuple(members), sizes=sizes)
-    return Description(found.name, [*found.groups.values(), stream])
+    return found
 
 
 # -- the reference ----------------------------------------------------------------------------------
