@@ -26,7 +26,6 @@ import torch
 """
 END = """
 if torch.distributed.is_initialized():
-    torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # Its threads must not outlive the interpreter.
 """
 
