@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from subnetact.calibration.corrections import corrections_of
 from subnetact.calibration.progress import Progress
 from subnetact.calibration.run import CalibrationRun
 from subnetact.device import ran_out_of_memory
@@ -79,6 +81,7 @@ def calibrate(
     check: bool = True,
     adopt: bool | None = None,
     labels: bool = False,
+    corrections: int = 0,
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
@@ -110,6 +113,10 @@ def calibrate(
             since `insert_`; its outputs are then those of the original network, bit for bit.
         labels: whether batches are pairs (inputs, labels), as a DataLoader of images and labels gives them.
             Only the inputs are used.
+        corrections: for networks without BatchNorm, the rank of the corrections that every narrower subnet
+            gets (16 is usual): behind linear layers whose outputs are added to a stream, and in the place of
+            skipped layers, what the stream lacks there against the largest subnet, by ridge regression. All
+            batches run together, and what the largest subnet computes there is kept meanwhile. If 0, none.
 
     Returns:
         What was calibrated, what sharing saved, and which subnets ran one at a time and why.
@@ -145,9 +152,28 @@ def calibrate(
         raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
     space = supernet.space  # Subnets that differ in their precision only share the statistics of float32.
     wanted = list(dict.fromkeys(space.at_precision(space.check(spec), FLOAT32) for spec in specs))
-    if not supernet.norm_operators() or not wanted:
+    if type(corrections) is not int or corrections < 0:
+        raise SpecError(f"corrections: {corrections!r} is no rank, a whole number of at least 0")
+    if corrections and resume is not None:
+        raise SpecError("resume: the one pass of corrections cannot be resumed; leave out resume")
+    if corrections and supernet.norm_operators():
+        raise SpecError("corrections: they are for networks without BatchNorm, and this one has some")
+    if not wanted or not (supernet.norm_operators() or corrections):
         return CalibrationReport(len(wanted))
     largest = supernet.space.largest()
+    if corrections:
+        began, start = supernet.generation.moment(), time.perf_counter()
+        narrow = [spec for spec in wanted if spec != largest]
+        inputs = partial(_inputs, network=supernet.network, labels=labels)
+        given = [map_tensors(lambda t: t.to(supernet.device), inputs(batch)) for batch in batches]
+        if not given:
+            raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
+        with torch.inference_mode(False), torch.no_grad():
+            measured = corrections_of(supernet, narrow, given, corrections, progress)
+        with supernet.generation.lock:
+            _require_same_weights(supernet, began)
+            supernet.norms.update({spec: NormRow.of({}, own) for spec, own in measured.items()})
+        return CalibrationReport(len(narrow), len(given), seconds=time.perf_counter() - start)
     adopted: tuple[SubnetSpec, ...] = ()
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:
@@ -249,6 +275,10 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
             )
 
 
+def _is_foreign(part: Any) -> bool:
+    return not isinstance(part, Tensor | int | float | str | None)
+
+
 def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
     """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes others."""
     x = as_pair(batch, "labels=True")[0] if labels else as_batch(batch)
@@ -260,8 +290,8 @@ def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
             f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
             f"arguments ({error}); if batches are pairs (inputs, labels), give calibrate labels=True"
         ) from error
-    parts = list(tensors_of(x))
-    if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
+    tensors = [part for part in tensors_of(x) if isinstance(part, Tensor)]
+    if not tensors or not all(part.numel() for part in tensors) or any(map(_is_foreign, tensors_of(x))):
         raise SpecError(
             "a calibration batch is a tensor, a dictionary of named tensors or a tuple of positional "
             f"tensors, got {describe_input(x)}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
 from subnetact.device import raise_if_out_of_memory
@@ -41,6 +43,9 @@ from subnetact.supernet.supernet import Supernet
 
 MOST_VIEWS = 4096
 """Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
+
+MOST_FOLLOWED = 2**16
+"""Whole numbers of tensors of at most so many elements are computed if they follow from shapes alone."""
 
 _MOVES_DATA = [name for names, traits in OPERATIONS.items() if traits.moves for name in names.split()]
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
@@ -201,6 +206,8 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
         self._operators: Calls = {}
+        self._values: Any = WeakTensorKeyDictionary()
+        """The values of whole numbers that follow from shapes alone; forwards branch on positions, say."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -231,6 +238,18 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
+            return self._values[args[0]].item()
+        out = self._counted(func, args, kwargs)
+        if isinstance(out, Tensor) and not out.is_floating_point() and out.numel() <= MOST_FOLLOWED:
+            with suppress(KeyError):  # Something is not known.
+                known, named = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
+                self._values[out] = func(
+                    *known, **{**named, **dict.fromkeys({"device"} & named.keys(), "cpu")}
+                )
+        return out
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable:  # its output is one of its inputs
             return self._run(func, args, kwargs, self.counts)
         inputs = (func, args, kwargs) if kwargs else (func, *args)

@@ -133,6 +133,11 @@ def to_torchscript(
     here = machine(engine.device)
     facts, axes, programs, supernet = subnet_programs(engine, specs, ScriptedProgram.program, **here)
     keys, accuracy = [spec.key for spec in specs], facts["accuracy"]
+    if corrected := [spec for spec in specs if (row := supernet.norms.get(spec)) and row.corrected]:
+        raise ExportError(
+            f"{corrected[0]} has corrections, which a TorchScript file does not hold; use to_onnx or to_pt2, "
+            "or drop them with supernet.norms.drop([spec])"
+        )
     if table is not None:
         require_measured_on(table, keys, facts["fingerprint"])
         require_program(table, ScriptedProgram.program, "leave table= out, and the file is measured")

@@ -23,6 +23,8 @@ class UnitWeights:
         values: the entries, of shape (units, entries per unit); what no subnet uses is zero.
         gradient: of the loss, of the same shape; None unless the measure is "taylor", so it is None for an
             own measure.
+        inputs: what the loss would change by, to first order, without each input that the entries multiply,
+            summed up over places, of shape (units, inputs per unit); None where it is not known.
     """
 
     module: str
@@ -31,6 +33,7 @@ class UnitWeights:
     role: str
     values: Tensor
     gradient: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ def by_batch_norm(group: ChannelGroup) -> Tensor | None:
 
 
 def by_taylor(group: ChannelGroup) -> Tensor | None:
-    """Return the first-order change of the loss without a unit's weights (Molchanov et al., CVPR 2019)."""
+    """Return the first-order change of the loss without a unit's activations (Molchanov et al., ICLR 2017).
+
+    Where these are not known, it is that without its weights (Molchanov et al., CVPR 2019).
+    """
+    if inputs := [w.inputs.sum(1) for w in group.weights if w.inputs is not None]:
+        return _total(inputs)
     return _total([(w.values * w.gradient).sum(1).abs() for w in group.weights if w.gradient is not None])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.experts import routing_mass
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
+from subnetact.operators.layer_traits import traits_of
 from subnetact.space import SizeRow
 from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch, as_pair, call_with, logits, map_tensors
@@ -199,18 +201,25 @@ def _scores(
     copied = private_copy(network).eval()
     fill_unused_(copied, network, row, 0.0)  # What no subnet uses counts for nothing.
     found: dict[UnitGroup, Tensor] = {}
+    reading = {part.path for group in groups for part in group.parts if part.role == "reads"}
     for x, labels in batches if measure is MEASURES["taylor"] else [(None, None)]:
+        inputs: dict[str, Tensor] = {}
         if x is not None:
             copied.zero_grad()
-            with torch.enable_grad():
+            with torch.enable_grad(), ExitStack() as hooks:
                 for parameter in copied.parameters():
                     parameter.requires_grad_(parameter.is_floating_point())
                 view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
+                for path in reading:
+                    layer: nn.Module = view.get_submodule(path)
+                    axis = 1 if "convolution" in traits_of(layer).kind else -1
+                    hook = partial(_note_inputs, inputs, path, axis)
+                    hooks.enter_context(layer.register_forward_pre_hook(hook))
                 loss(call_with(view, x), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
-                own = [_described(group, copied, i) for i in range(group.stacks)]
-                scores = [measure(each) for each in own or [_described(group, copied)]]
+                own = [_described(group, copied, inputs, i) for i in range(group.stacks)]
+                scores = [measure(each) for each in own or [_described(group, copied, inputs)]]
                 known = [score for score in scores if score is not None]
                 for score in known:
                     _check_score(score, group)
@@ -220,7 +229,24 @@ def _scores(
     return found
 
 
-def _described(group: UnitGroup, network: nn.Module, expert: int | None = None) -> ChannelGroup:
+def _note_inputs(
+    inputs: dict[str, Tensor], path: str, axis: int, _: nn.Module, args: tuple[Any, ...]
+) -> None:
+    """Add up, for every input of a layer, what the loss would change by without it at each place."""
+    x: Tensor = args[0]
+    if not x.requires_grad:
+        return
+
+    def add(gradient: Tensor) -> None:
+        change = (gradient * x.detach()).abs().movedim(axis, 0).flatten(1).sum(1)
+        inputs[path] = inputs[path] + change if path in inputs else change
+
+    x.register_hook(add)  # type: ignore[no-untyped-call]
+
+
+def _described(
+    group: UnitGroup, network: nn.Module, inputs: Mapping[str, Tensor], expert: int | None = None
+) -> ChannelGroup:
     """Return what a measure of importance is told of a group, of the weights of one expert or of all."""
     weights: list[UnitWeights] = []
     for part in group.parts:
@@ -232,7 +258,12 @@ def _described(group: UnitGroup, network: nn.Module, expert: int | None = None) 
                 stack = slice(None) if expert is None else slice(expert, expert + 1)
                 gradient = None if parameter.grad is None else taken(parameter.grad[stack])
                 own = part.path, type(operator).__name__, name, part.role
-                weights.append(UnitWeights(*own, taken(parameter.detach()[stack]), gradient))
+                changes = inputs.get(part.path) if part.role == "reads" else None
+                if changes is not None and len(changes) == parameter.shape[axis]:
+                    changes = _by_unit(changes, 0, table, group.units)
+                else:
+                    changes = None
+                weights.append(UnitWeights(*own, taken(parameter.detach()[stack]), gradient, changes))
     return ChannelGroup(group.name, group.dimensions, group.units, tuple(weights))
 
 
@@ -288,7 +319,7 @@ def _statistics(
     rows: dict[Any, NormRow] = {}
     for spec, statistics in supernet.norms.rows.items():
         sizes = zip(supernet.space.dimensions, supernet.space.resolve(spec), row, strict=True)
-        if all(size == full for name, size, full in sizes if name in moved):
+        if not statistics.corrected and all(size == full for name, size, full in sizes if name in moved):
             rows[spec] = NormRow.of(
                 {
                     name: tuple(t[channels[name].to(t.device)] if name in channels else t for t in pair)  # type: ignore[misc]

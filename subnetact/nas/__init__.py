@@ -6,6 +6,7 @@ Import the function `search` from `subnetact` or from `subnetact.nas.search`, wh
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.latency_predictor import LatencyPredictor
+from subnetact.nas.layer_scores import LayerScores, score_layers
 from subnetact.nas.prediction_error import PredictionError
 from subnetact.nas.search import Candidate, SearchResult
 
@@ -13,7 +14,9 @@ __all__ = [
     "AccuracyPredictor",
     "Candidate",
     "LatencyPredictor",
+    "LayerScores",
     "PredictionError",
     "SearchResult",
     "evaluate",
+    "score_layers",
 ]

@@ -91,6 +91,7 @@ def search(
     remeasure_accuracy: Callable[[SubnetSpec], float] | None = None,
     resume: StrPath | None = None,
     progress: bool = True,
+    initial: Sequence[SubnetSpec] = (),
 ) -> SearchResult:
     """Find the subnets with the best trade-offs between accuracy and latency: their Pareto front.
 
@@ -125,6 +126,7 @@ def search(
         resume: file to which every evaluation is written at once. If the file exists, what it holds is not
             evaluated again, and the result is the same as without the interruption.
         progress: if True, show a progress bar when standard error is a terminal.
+        initial: subnets to evaluate first, those of `LayerScores.front` for example.
 
     Returns:
         The chosen subnets and all evaluated ones.
@@ -185,6 +187,8 @@ def search(
         return _finite(spec, [], listed)
 
     evaluate = _remembered(measured, journal, "evaluated", space, 1 + len(functions))
+    for spec in dict.fromkeys(map(space.check, initial)):
+        state.found[spec] = evaluate(spec)
     _run(state, method, evaluations, evaluate, progress)
     kept = None if remeasure is None else journal
     again = _remembered(measured_again, kept, "remeasured", space, len(functions))
@@ -226,7 +230,8 @@ def _run(state: SearchState, method: str, evaluations: int, evaluate: Measured, 
     generation = min(max(evaluations // 10, 16), 100)
     size = state.space.size()
     total = size if method == "exhaustive" else min(size, evaluations)
-    with tqdm(total=total, desc="searching", disable=not progress or None) as bar:
+    done = len(state.found)
+    with tqdm(total=total, initial=done, desc="searching", disable=not progress or None) as bar:
         while len(state.found) < total:
             before = len(state.found)
             count = generation if method != "evolution" else max(generation // (4 if before else 2), 2)

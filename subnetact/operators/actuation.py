@@ -110,6 +110,16 @@ class Actuation:
             self._note(run)
         return run
 
+    def corrected(
+        self, module: nn.Module, run: Run, path: str, copied: Callable[[nn.Module], nn.Module] | None = None
+    ) -> nn.Module:
+        """Return a module of a subnet that runs with its correction, if the subnet has one there."""
+        row = self.norms.get(run.spec)
+        correction = None if row is None else row.correction(path)
+        if correction is None:
+            return module
+        return row.correct_(copied(module) if copied else module, correction)  # type: ignore[no-any-return]
+
     def asked(self) -> Run | None:
         """Return the subnet that was asked for in this thread or task, or None."""
         for actuation, run in _running.get():

@@ -524,7 +524,9 @@ class Operator(ReadThrough):
             buffers = self.sliced(sizes, buffers)
         if buffers and self.training and not run.is_largest:
             buffers = {n: None if b is None else b.detach().clone() for n, b in buffers.items()}
-        return called_module(self, self.tensors(sizes), buffers, self._modules, attributes)
+        module = called_module(self, self.tensors(sizes), buffers, self._modules, attributes)
+        alone = self.training or self.actuation is None
+        return module if alone else self.actuation.corrected(module, run, self.path)  # type: ignore[union-attr]
 
     def sizes_of(self, row: SizeRow) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Return the `sizes` and `attributes` of a size row, which are computed once if they are numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,6 +83,10 @@ class LayerSelect(Operator):
         """Return the container of the layers that the subnet of a `run` keeps, and of identities."""
         kept = self.kept(run.row)
         modules = {n: module if n in kept else self._stand_in(n) for n, module in self._modules.items()}
+        if not self.training and self.actuation is not None:
+            for name in modules.keys() - kept:
+                path = f"{self.path}.{name}".lstrip(".")
+                modules[name] = self.actuation.corrected(self._stand_in(name), run, path, copied=copy)
         return called_module(self, {}, {}, modules, {})
 
     def _layers(self, inside: bool) -> dict[str, nn.Module | None]:

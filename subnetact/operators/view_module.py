@@ -344,6 +344,28 @@ def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
     return module
 
 
+class Corrected:
+    """The base of the mixins that let a module of one subnet add a correction to what it returns."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle an extracted module; its class is made from two that have names."""
+        return _remade, type(self).__bases__, dict(self.__dict__)
+
+
+def _remade(kind: type, cls: type[nn.Module]) -> nn.Module:
+    made: Any = mixed_class(kind, cls)  # type: ignore[arg-type]
+    module: nn.Module = object.__new__(made)
+    return module
+
+
+def change_class_(module: nn.Module, change: Callable[[Any], type[nn.Module]]) -> None:
+    """Change the class that a module stands for, in place; a module of a view stays one."""
+    cls = type(module)
+    inner: Any = change(cls.__mro__[2] if is_view(module) else cls)
+    changed = mixed_class(_View, inner) if is_view(module) else inner
+    object.__setattr__(module, "__class__", changed)
+
+
 def is_view(module: nn.Module) -> bool:
     """Tell whether a module belongs to a zero-copy view."""
     return isinstance(module, _View)
@@ -353,7 +375,9 @@ def module_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module stands for: for a view's module, the class of its template."""
     cls: Any = type(module).__mro__[2] if is_view(module) else type(module)
     cls = vars(cls).get("owned_as", cls)
-    return cls.__mro__[2] if cls.__mro__[1] is LinearInRuns else cls  # type: ignore[no-any-return]
+    while cls.__mro__[1] is LinearInRuns or issubclass(cls.__mro__[1], Corrected):
+        cls = cls.__mro__[2]
+    return cls  # type: ignore[no-any-return]
 
 
 def view_module(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from subnetact.errors import FileFormatError, ForeignSpec, SpecError, SubnetActE
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
+from subnetact.operators.correction import Correction, correct_
 from subnetact.spec import SubnetSpec
 
 _CHANGING = new_lock()
@@ -25,44 +27,62 @@ NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 1, "save it again
 
 
 class NormRow:
-    """The statistics row of one subnet: a (mean, variance) pair per BatchNorm, all slices of one tensor.
+    """The statistics row of one subnet: (mean, variance) per BatchNorm, and corrections, in one tensor.
 
     Args:
         channels: the number of channels of every BatchNorm, by name.
-        flat: all means, then all variances, in the order of `channels`; shape (2 * sum of channels,). The
-            row keeps this tensor and does not copy it.
+        flat: all means, then all variances, in the order of `channels`, then every correction (down, up,
+            bias); its shape is (their numbers,). The row keeps this tensor and does not copy it.
+        corrected: name of a layer with a correction -> (rank, inputs, outputs).
 
     Attributes:
         channels: as given.
         flat: as given.
+        corrected: as given.
 
     Raises:
         SpecError: `flat` has another shape, or a number of channels is not positive.
     """
 
-    __slots__ = ("channels", "flat")
+    __slots__ = ("channels", "corrected", "flat")
+    correct_ = staticmethod(correct_)
 
-    def __init__(self, channels: Mapping[str, int], flat: Tensor) -> None:
-        total = sum(channels.values())
-        if flat.shape != (2 * total,):
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        flat: Tensor,
+        corrected: Mapping[str, tuple[int, int, int]] | None = None,
+    ) -> None:
+        total, shapes = sum(channels.values()), dict(corrected or {})
+        numbers = 2 * total + sum(map(_numbers_of, shapes.values()))
+        if flat.shape != (numbers,):
             raise SpecError(
-                f"a statistics row of {total} channels needs shape ({2 * total},), got {tuple(flat.shape)}"
+                f"a statistics row of {total} channels and {len(shapes)} corrections needs shape "
+                f"({numbers},), got {tuple(flat.shape)}"
             )
-        if any(count < 1 for count in channels.values()):
+        if any(count < 1 for count in (*channels.values(), *chain(*shapes.values()))):
             raise SpecError("the channel counts of a statistics row must be positive")
         self.channels = dict(channels)
         self.flat = flat
+        self.corrected = shapes
 
     @classmethod
-    def of(cls, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> NormRow:
+    def of(
+        cls,
+        statistics: Mapping[str, tuple[Tensor, Tensor]],
+        corrections: Mapping[str, Correction] | None = None,
+    ) -> NormRow:
         """Return a row with copies of (mean, variance) pairs by name, as `Supernet.statistics` returns them.
 
         Args:
             statistics: the pairs, each of shape (channels,), of one dtype and on one device.
+            corrections: name of a layer -> its correction.
         """
         means, variances = zip(*statistics.values(), strict=True) if statistics else ((), ())
-        flat = torch.cat([*means, *variances]) if statistics else torch.empty(0)
-        return cls({name: mean.numel() for name, (mean, _) in statistics.items()}, flat.detach())
+        further = [t.flatten() for one in (corrections or {}).values() for t in one]
+        flat = torch.cat([*means, *variances, *further]) if statistics or further else torch.empty(0)
+        shapes = {n: (*one.down.shape, len(one.bias)) for n, one in (corrections or {}).items()}
+        return cls({name: mean.numel() for name, (mean, _) in statistics.items()}, flat.detach(), shapes)
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +94,41 @@ class NormRow:
         if not self.channels:
             return {}
         counts = list(self.channels.values())
-        means, variances = (torch.split(half, counts) for half in self.flat.detach().chunk(2))
+        statistics = self.flat.detach()[: 2 * sum(counts)]
+        means, variances = (torch.split(half, counts) for half in statistics.chunk(2))
         return dict(zip(self.channels, zip(means, variances, strict=True), strict=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:
         """Return a statistics row whose tensor is `function(flat)`, of the same shape as `flat`."""
-        return NormRow(self.channels, function(self.flat))
+        return NormRow(self.channels, function(self.flat), self.corrected)
+
+    def corrections(self) -> dict[str, Correction]:
+        """Return every correction by the name of its layer; they are slices of `flat`."""
+        corrections: dict[str, Correction] = {}
+        start = 2 * sum(self.channels.values())
+        for name, (rank, inputs, outputs) in self.corrected.items():
+            parts = self.flat.detach()[start:].split_with_sizes(
+                [
+                    rank * inputs,
+                    outputs * rank,
+                    outputs,
+                    self.flat.numel() - start - _numbers_of((rank, inputs, outputs)),
+                ]
+            )
+            corrections[name] = Correction(
+                parts[0].view(rank, inputs), parts[1].view(outputs, rank), parts[2]
+            )
+            start += _numbers_of((rank, inputs, outputs))
+        return corrections
+
+    def correction(self, name: str) -> Correction | None:
+        """Return the correction of a layer, or None."""
+        return self.corrections()[name] if name in self.corrected else None
+
+
+def _numbers_of(shape: tuple[int, int, int]) -> int:
+    rank, inputs, outputs = shape
+    return rank * inputs + outputs * rank + outputs
 
 
 class NormTable:
@@ -157,7 +206,7 @@ class NormTable:
             return row
         home = next(filter(torch.is_floating_point, self._home.buffers()))
         flat = row.flat.to(home.device, torch.promote_types(home.dtype, torch.float32))
-        return row if flat is row.flat else NormRow(row.channels, flat)
+        return row if flat is row.flat else NormRow(row.channels, flat, row.corrected)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor of every row by what `function` makes of it, a copy on a GPU for example.
@@ -227,15 +276,17 @@ class NormTable:
         for spec, row in self._rows.items():
             _require_sound(path, spec, row, SpecError)
             dtype, own = str(row.flat.dtype).removeprefix("torch."), []
-            for pair in row.map(lambda flat: flat.detach().cpu()).pairs().values():
-                both = torch.cat(pair)
+            here = row.map(lambda flat: flat.detach().cpu())
+            for parts in (*here.pairs().values(), *here.corrections().values()):
+                both = torch.cat([part.flatten() for part in parts])
                 key = blake2b(both.view(torch.uint8).numpy().data, key=dtype.encode()).digest()
                 if key not in starts:
                     starts[key] = ends.get(dtype, 0)
                     ends[dtype] = starts[key] + len(both)
                     stored.setdefault(dtype, []).append(both)
                 own.append(starts[key])
-            rows.append({"spec": spec.to_json(), "channels": row.channels, "dtype": dtype, "starts": own})
+            entry = {"spec": spec.to_json(), "channels": row.channels, "dtype": dtype, "starts": own}
+            rows.append({**entry, "corrected": row.corrected} if row.corrected else entry)
         tensors = {dtype: torch.cat(parts) for dtype, parts in stored.items()}
         document = {**NORM_TABLE.header, "space": self.space, "rows": rows}
         write_tensors(path, tensors, {"document": json.dumps(document)})
@@ -260,16 +311,26 @@ class NormTable:
             table = cls(document["space"])
             left = ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values())
             for entry in document["rows"]:
-                spec, found = SubnetSpec.from_json(entry["spec"]), dict[str, tuple[Tensor, Tensor]]()
-                for (name, count), start in zip(entry["channels"].items(), entry["starts"], strict=True):
-                    both = stored[entry["dtype"]][start : start + 2 * count]
-                    if start < 0 or count < 1 or len(both) != 2 * count:
-                        raise ValueError(f"{count} channels at {start} are outside the statistics")
-                    left -= both.nbytes
-                    found[name] = both[:count], both[count:]
+                spec = SubnetSpec.from_json(entry["spec"])
+                corrected = {
+                    n: (int(a), int(b), int(c)) for n, (a, b, c) in entry.get("corrected", {}).items()
+                }
+                lengths = [
+                    *(2 * n for n in entry["channels"].values()),
+                    *map(_numbers_of, corrected.values()),
+                ]
+                parts = list[Tensor]()
+                for length, start in zip(lengths, entry["starts"], strict=True):
+                    parts.append(stored[entry["dtype"]][start : start + length])
+                    if start < 0 or length < 1 or len(parts[-1]) != length:
+                        raise ValueError(f"{length} numbers at {start} are outside the statistics")
+                    left -= parts[-1].nbytes
                 if left < 0:
                     raise ValueError("its rows claim far more memory than it stores")
-                row = table._rows[spec] = NormRow.of(found)
+                pairs = [part.chunk(2) for part in parts[: len(entry["channels"])]]
+                means, variances = zip(*pairs, strict=True) if pairs else ((), ())
+                flat = torch.cat([*means, *variances, *parts[len(pairs) :]])
+                row = table._rows[spec] = NormRow(entry["channels"], flat, corrected)
                 _require_sound(path, spec, row, FileFormatError)
         return table
 
@@ -288,7 +349,7 @@ def _require_sound(path: Any, spec: SubnetSpec, row: NormRow, error: type[Subnet
         wrong = f"are {row.flat.dtype}, not floating-point numbers"
     elif not row.flat.isfinite().all():
         wrong = "are not finite"
-    elif (row.flat.chunk(2)[1] < 0).any():
+    elif any((variance < 0).any() for _, variance in row.pairs().values()):
         wrong = "have a negative variance"
     if wrong:
         raise error(f"{path}: the statistics of {spec} {wrong}; calibrate and save again")

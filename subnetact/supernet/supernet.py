@@ -22,6 +22,7 @@ from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
+from subnetact.operators.correction import correct_, merge_
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.shards import is_sharded, require_whole
@@ -502,9 +503,12 @@ class Supernet(ReadThrough):
         self._generation.look()
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
-            view = self._bind(spec, self.norms.get(spec), fresh=fresh, hooked=False)
+            row = self.norms.get(spec)
+            view = self._bind(spec, row, fresh=fresh, hooked=False)
             named = self._present().named_modules(remove_duplicate=False)
             network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
+            for path, correction in () if row is None else row.corrections().items():
+                merge_(network.get_submodule(path), correction, path)
             state_sizes_(network, self._present(), self.space, spec)
             if self.on_bind is not None:
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
@@ -948,6 +952,9 @@ class Supernet(ReadThrough):
             require_whole(self._present())
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             self._actuation.leave_view(view)
+            if hooked and statistics is not None:
+                for path, correction in statistics.corrections().items():
+                    correct_(view.get_submodule(path), correction)
             own_state_(view, () if fresh else self.state)
             object.__setattr__(view, "is_whole", True)
             if hasattr(type(view), "save_pretrained") and spec.base != self._largest:

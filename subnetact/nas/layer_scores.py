@@ -1,0 +1,547 @@
+"""score_layers: what every layer loses at every size, and the best subnet within a budget by these scores.
+
+Each choice of each slot of the space is scored alone: how far the outputs of the largest subnet with only
+this choice changed are from those of the largest subnet. The scores of a subnet's choices add up to what it
+is expected to lose, and so do the costs, about a subnet, so that an integer program finds the best subnet
+within a budget. No subnet is trained, and a second budget runs no subnet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from tqdm import tqdm
+
+from subnetact.calibration.calibrate import calibrate
+from subnetact.costs.model import Cost, CostModel
+from subnetact.device import raise_if_explained
+from subnetact.errors import SearchError, StaleWeights, SubnetActError, extra_needed
+from subnetact.files.documents import DocumentFormat, StrPath
+from subnetact.files.journal import Journal
+from subnetact.latency.table import LatencyTable
+from subnetact.nas.latency_predictor import LatencyPredictor
+from subnetact.operators import LayerSelect, SubnetNorm
+from subnetact.operators.base import Operator
+from subnetact.space import SizeRow, SubnetSpace
+from subnetact.spec import PRECISION, SubnetSpec, Value, shown
+from subnetact.supernet.batches import as_batch, call_with, describe_input, hash_tensors
+from subnetact.supernet.bind import operators_in
+from subnetact.supernet.failure import summary
+from subnetact.supernet.generation import Moment
+from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.training.task import TASKS, Lesson, Task
+
+Choice: TypeAlias = tuple[str, int, Value]
+"""An axis, the position of a slot in it, and a choice of the slot."""
+Measured: TypeAlias = Callable[[SubnetSpec], float]
+
+LAYER_SCORES = DocumentFormat(
+    "layer scores", "subnetact.layer_scores", 1, "save them with LayerScores.save()"
+)
+COSTS: Mapping[str, Callable[[Cost], int]] = {
+    "macs": lambda cost: cost.macs,
+    "parameters": lambda cost: cost.parameters,
+    "bytes": lambda cost: cost.weight_bytes,
+}
+LATENCY = "latency_ms"
+AGAIN = "call score_layers again"
+ROUNDS = 12
+"""So often a budget is solved with costs about the subnet before; those of neighbours may multiply."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScores:
+    """What every choice of every slot loses alone.
+
+    Attributes:
+        supernet: the supernet that was scored.
+        example: a batch of which the shapes decide the costs, as `CostModel` takes it.
+        losses: (axis, position of the slot, choice) -> how far the outputs of the largest subnet move if only
+            this choice changes; what the largest subnet chooses has 0.
+        moment: that of the weights that were scored.
+    """
+
+    supernet: Supernet
+    example: Any
+    losses: Mapping[Choice, float]
+    moment: Moment = field(repr=False)
+
+    def expected(self, spec: SubnetSpec) -> float:
+        """Return the sum of the scores of a subnet's choices; `SpecError` if it is of another space."""
+        choices = self.supernet.space.values(self.supernet.space.check(spec))
+        largest = self.supernet.space.values(self.supernet.space.largest())
+        skipped = self._skipped
+        chosen = {(a, i, v) for a, own in choices.items() for i, v in enumerate(own) if v is not None}
+        gone = {place for choice in chosen for place in skipped.get(choice, ())}
+        return sum(
+            self.losses.get((a, i, v), 0.0) for a, i, v in chosen if (a, i) not in gone and v != largest[a][i]
+        )
+
+    def best(
+        self,
+        budget: Mapping[str, float],
+        latency: Measured | LatencyTable | None = None,
+        batch_size: int = 1,
+    ) -> SubnetSpec:
+        """Return the subnet within a budget that is expected to lose least.
+
+        Args:
+            budget: what the subnet may cost, one or several of "macs" (multiply-accumulates of one input),
+                "parameters", "bytes" (of the weights) and "latency_ms". A float up to 1.0 is a share of the
+                largest subnet; other numbers are absolute.
+            latency: the latency of a subnet in ms, for "latency_ms": a function, such as a
+                `LatencyPredictor`, or a `LatencyTable` of at least 8 subnets of this space, to which a
+                predictor is fitted.
+            batch_size: the batch size of the latency, if a table is given.
+
+        Returns:
+            The subnet. Costs are those of `CostModel` and of `latency`, which it keeps to exactly.
+
+        Raises:
+            SearchError: a cost is unknown or no number, the smallest subnet exceeds the budget, or a latency
+                is needed and not given.
+            StaleWeights: the weights are not those that were scored.
+            MissingExtra: scipy is not installed (`pip install 'subnetact[nas]'`).
+
+        Example:
+            >>> spec = scores.best({"macs": 0.6})
+            >>> supernet.subnet(spec)
+        """
+        self._require_weights()
+        limits, measures = self._limits(budget, self._latency(latency, batch_size))
+        return self._within(limits, measures)
+
+    def front(
+        self,
+        n: int,
+        cost: str = "macs",
+        latency: Measured | LatencyTable | None = None,
+        batch_size: int = 1,
+    ) -> list[SubnetSpec]:
+        """Return up to `n` subnets from the smallest to the largest, the best at even steps of a cost.
+
+        Args:
+            n: the number of subnets, at least 2.
+            cost: what they are even in; see `best`, also for the other arguments and the errors.
+
+        Example:
+            >>> engine = subnetact.Engine(supernet, scores.front(8), example=x)
+        """
+        if type(n) is not int or n < 2:
+            raise SearchError(f"front: {shown(n)} is no whole number of at least 2")
+        self._require_weights()
+        space = self.supernet.space
+        (most,), (measure,) = self._limits({cost: 1.0}, self._latency(latency, batch_size))
+        least = measure(space.smallest())
+        limits = np.linspace(least, most, n)[1:-1].tolist()
+        chosen = [space.smallest(), *(self._within([limit], [measure]) for limit in limits), space.largest()]
+        return list(dict.fromkeys(chosen))
+
+    def save(self, path: StrPath) -> None:
+        """Write the scores as JSON; an earlier file is replaced as a whole."""
+        self._require_weights()
+        entries = [[axis, at, value, loss] for (axis, at, value), loss in self.losses.items()]
+        facts = {"space": self.supernet.space.id, "weights": self.supernet.fingerprint(), "scores": entries}
+        LAYER_SCORES.write(path, facts)
+
+    @classmethod
+    def load(cls, path: StrPath, supernet: Supernet, example: Any) -> LayerScores:
+        """Read the scores of a supernet.
+
+        Args:
+            path: a file that `save` wrote.
+            supernet: the supernet that was scored.
+            example: a batch for the network, of which the shapes count.
+
+        Raises:
+            StaleWeights: the scores are of another space or of other weights.
+            FileFormatError: the file is damaged, or no such file.
+        """
+        document = LAYER_SCORES.read(path)
+        with LAYER_SCORES.fields(path):
+            losses = {(str(a), int(i), v): float(loss) for a, i, v, loss in document["scores"]}
+            known = document["space"], document["weights"], set(losses)
+        moment = as_supernet(supernet).generation.moment()
+        if known != (supernet.space.id, supernet.fingerprint(), set(choices_of(supernet.space))):
+            raise StaleWeights(f"{path}: the scores are of another supernet or of other weights; {AGAIN}")
+        return cls(supernet, as_batch(example), losses, moment)
+
+    # -- inner parts -------------------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """The cost model of the supernet, for the example."""
+        return CostModel(self.supernet, self.example)
+
+    def _require_weights(self) -> None:
+        if not self.supernet.generation.moment().same_weights(self.moment):
+            raise StaleWeights(f"the weights have changed since the layers were scored; {AGAIN}")
+
+    def _latency(self, latency: Measured | LatencyTable | None, batch_size: int) -> Measured | None:
+        if not isinstance(latency, LatencyTable):
+            return latency
+        specs = [self.supernet.space.parse(key) for key in latency.subnets]
+        measured = [latency.latency_at(key, batch_size) for key in latency.subnets]
+        return LatencyPredictor.fit(self.costs, specs, measured, batch_size)
+
+    def _limits(
+        self, budget: Mapping[str, float], latency: Measured | None
+    ) -> tuple[list[float], list[Measured]]:
+        """Return what a subnet may cost at most, and how the costs are measured."""
+        given: Any = budget
+        if not isinstance(given, Mapping) or not given:
+            raise SearchError(f"budget: {shown(budget)} is no mapping; give costs by name, {{'macs': 0.6}}")
+        limits, measures = list[float](), list[Measured]()
+        space = self.supernet.space
+        for name, limit in given.items():
+            if name not in COSTS and name != LATENCY:
+                raise SearchError(f"budget: no cost {shown(name)}; choose from {', '.join(COSTS)}, {LATENCY}")
+            if name == LATENCY and not callable(latency):
+                raise SearchError(
+                    "budget: latency_ms needs latency=, a LatencyTable or a function of a subnet, such as a "
+                    "LatencyPredictor"
+                )
+            number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if not number or not math.isfinite(limit) or limit <= 0:
+                raise SearchError(f"budget: {name} is a positive number, got {shown(limit)}")
+            measure = latency if name == LATENCY else self._measure(name)
+            assert measure is not None
+            share = isinstance(limit, float) and limit <= 1.0
+            absolute = limit * measure(space.largest()) if share else float(limit)
+            if (least := measure(space.smallest())) > absolute:
+                raise SearchError(
+                    f"budget: {name} of at most {absolute:.6g} is below the smallest subnet, which has "
+                    f"{least:.6g}, {least / measure(space.largest()):.3f} of the largest"
+                )
+            limits.append(absolute)
+            measures.append(measure)
+        return limits, measures
+
+    def _measure(self, name: str) -> Measured:
+        return lambda spec: float(COSTS[name](self.costs(spec)))
+
+    def _within(self, limits: Sequence[float], measures: Sequence[Measured]) -> SubnetSpec:
+        """Return the best subnet that keeps to limits, solved with costs about the subnet found before."""
+        space = self.supernet.space
+        point, targets = space.largest(), list(limits)
+        best, seen = space.smallest(), set[SubnetSpec]()
+        for _ in range(ROUNDS):
+            if point in seen:
+                break
+            seen.add(point)
+            solved = self._solved(point, targets, measures)
+            if solved is None:
+                break
+            excess = [measure(solved) - limit for measure, limit in zip(measures, limits, strict=True)]
+            if max(excess) <= 0:
+                best = min(best, solved, key=self.expected)
+            targets = [t - max(e, 0.0) for t, e in zip(targets, excess, strict=True)]
+            point = solved
+        return best
+
+    def _solved(
+        self, point: SubnetSpec, limits: Sequence[float], measures: Sequence[Measured]
+    ) -> SubnetSpec | None:
+        """Return the subnet of least loss whose costs, linear about a point, keep to limits."""
+        with extra_needed("a budget is solved by scipy: pip install 'subnetact[nas]'"):
+            from scipy.optimize import Bounds, LinearConstraint, milp
+        space, menu = self.supernet.space, list(self.losses)
+        index, chosen = {choice: i for i, choice in enumerate(menu)}, space.values(point)
+        slots = {(axis.name, i): slot for axis in space.axes for i, slot in enumerate(axis.slots)}
+        rows, lows, highs = list[Any](), list[float](), list[float]()
+
+        def constrain(entries: Mapping[Choice, float], low: float, high: float) -> None:
+            row = np.zeros(len(menu))
+            for choice, number in entries.items():
+                row[index[choice]] += number
+            rows.append(row)
+            lows.append(low)
+            highs.append(high)
+
+        for (axis, at), slot in slots.items():
+            if (axis, at, slot.choices[0]) not in index:
+                continue
+            one: dict[Choice, float] = {(axis, at, value): 1.0 for value in slot.choices}
+            used = slot.used_when
+            if used is not None:
+                one |= {(used.axis, used.slot, value): -1.0 for value in used.values}
+            constrain(one, *(0.0, 0.0) if used is not None else (1.0, 1.0))
+        for choice, places in self._skipped.items():  # What is skipped anyway gains nothing more.
+            for axis, at in places:
+                smaller = slots[axis, at].choices[:-1]
+                constrain({choice: 1.0, **{(axis, at, value): 1.0 for value in smaller}}, 0.0, 1.0)
+        variants = [self._with(point, choice) for choice in menu]
+        for measure, limit in zip(measures, limits, strict=True):
+            base = measure(point)
+            gains = {c: measure(s) - base for c, s in zip(menu, variants, strict=True) if s != point}
+            scale = max(abs(limit), 1e-30)
+            constrain({c: gain / scale for c, gain in gains.items()}, -np.inf, (limit - base) / scale)
+        result = milp(
+            list(self.losses.values()),
+            constraints=LinearConstraint(np.stack(rows), lows, highs),
+            integrality=np.ones(len(menu)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-4, "time_limit": 30},
+        )
+        if result.x is None:
+            return None
+        values = {axis: list(own) for axis, own in chosen.items()}
+        for choice, taken in zip(menu, result.x, strict=True):
+            if taken > 0.5:
+                values[choice[0]][choice[1]] = choice[2]
+        return _filled(space, values)
+
+    def _with(self, point: SubnetSpec, choice: Choice) -> SubnetSpec:
+        """Return a subnet with another choice in one slot."""
+        axis, at, value = choice
+        values = {name: list(own) for name, own in self.supernet.space.values(point).items()}
+        values[axis][at] = value
+        return _filled(self.supernet.space, values)
+
+    @cached_property
+    def _skipped(self) -> dict[Choice, list[tuple[str, int]]]:
+        """Choice -> the slots whose choices change nothing with it, because their layers are skipped."""
+        space, network = self.supernet.space, self.supernet.network
+        full = space.resolve(space.largest())
+        rows = {choice: space.resolve(self._with(space.largest(), choice)) for choice in self.losses}
+        follows: dict[tuple[str, int], set[str]] = {}
+        homes = [(set(operator.dims.values()), operator.path) for operator in operators_in(network)]
+        for (axis, at, _), row in rows.items():
+            dims = {i for i, (a, b) in enumerate(zip(row, full, strict=True)) if a != b}
+            follows.setdefault((axis, at), set()).update(path for own, path in homes if own & dims)
+        skipped: dict[Choice, list[tuple[str, int]]] = {}
+        selects = [operator for operator in operators_in(network) if isinstance(operator, LayerSelect)]
+        for choice, row in rows.items():
+            gone = [
+                f"{select.path}.{name}.".lstrip(".")
+                for select in selects
+                for name, dim in select.dims.items()
+                if not row[dim]
+            ]
+            places = [
+                place
+                for place, paths in follows.items()
+                if gone and paths and all(any(f"{p}.".startswith(g) for g in gone) for p in paths)
+            ]
+            if places := [place for place in places if place != choice[:2]]:
+                skipped[choice] = places
+        return skipped
+
+
+def choices_of(space: SubnetSpace) -> Iterator[Choice]:
+    """Yield every choice of every slot of a space, but for precisions."""
+    for axis in space.axes:
+        for at, slot in enumerate(axis.slots if axis.name != PRECISION else ()):
+            yield from ((axis.name, at, value) for value in slot.choices)
+
+
+def _filled(space: SubnetSpace, values: Mapping[str, Sequence[Any]]) -> SubnetSpec:
+    """Return a subnet; slots that were not used so far get their largest choice."""
+    slots = {axis.name: axis.slots for axis in space.axes}
+    return space.spec(
+        **{
+            name: [s.choices[-1] if v is None else v for s, v in zip(slots[name], own, strict=True)]
+            for name, own in values.items()
+        }
+    )
+
+
+def score_layers(
+    supernet: Supernet,
+    batches: Iterable[Any],
+    *,
+    task: str = "classes",
+    output: Callable[[Any, Any], Any] | None = None,
+    divergence: Callable[[Any, Any], Tensor] | None = None,
+    resume: StrPath | None = None,
+    progress: bool = True,
+) -> LayerScores:
+    """Score every choice of every slot by what the outputs of the largest subnet lose if only it changes.
+
+    One forward pass per choice and batch, from the first layer that changes on: what lies before is taken
+    from the largest subnet, where inputs are equal. In networks with BatchNorm, the subnets that are scored
+    are calibrated on the batches, and their statistics are dropped in the end.
+
+    Args:
+        supernet: the supernet. It is afterwards as it was before. Sort its channels first (`reorder_`), so
+            that narrow subnets keep the important ones.
+        batches: inputs, without labels, as a list: a few hundred tokens or some dozens of images suffice.
+        task: "classes", "values", "vectors" or "tokens", as `distill_` takes it; it decides what is compared
+            (the divergence of predictions for classes and tokens).
+        output: a function of what the network returns and of the inputs, which returns what is compared.
+        divergence: your own measure, a function of the outputs of a subnet and of the largest one.
+        resume: a file for unfinished work. If it exists, what it holds is not measured again.
+        progress: if True, show a progress bar when standard error is a terminal.
+
+    Returns:
+        The scores.
+
+    Raises:
+        SearchError: there are no batches, the task is unknown, or a score is no finite number.
+        SpecError: a subnet does not run on a batch, or outputs do not fit the task.
+        ResumeMismatch: `resume` is of other weights, batches or settings.
+
+    Source:
+        Puzzle (Bercovich et al., 2024): scores per block, and an integer program.
+
+    Example:
+        >>> scores = subnetact.nas.score_layers(supernet, token_batches, task="tokens")
+        >>> scores.best({"macs": 0.6})
+    """
+    supernet, given = as_supernet(supernet), batches if isinstance(batches, Sequence) else list(batches)
+    if not len(given) or isinstance(batches, Tensor | str | Mapping):
+        raise SearchError("score_layers: give a list of batches; got none")
+    if task not in TASKS:
+        raise SearchError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
+    meaning = Task(task, False, output, own_divergence=divergence)
+    split = [meaning.split(batch, supernet.device) for batch in given]
+    moment, space = supernet.generation.moment(), supernet.space
+    journal = None
+    if resume is not None:
+        digest = blake2b(digest_size=8)
+        for x, _ in split:
+            hash_tensors(digest, x)
+        names = {name: getattr(f, "__qualname__", None) for name, f in vars(meaning).items() if callable(f)}
+        facts = {
+            "space": space.id,
+            "weights": supernet.fingerprint(),
+            "batches": digest.hexdigest(),
+            "task": task,
+            **names,
+        }
+        journal = Journal(resume, facts)
+    scores = LayerScores(supernet, split[0][0], dict.fromkeys(choices_of(space), 0.0), moment)
+    largest = space.largest()
+    variants = {c: spec for c in scores.losses if (spec := scores._with(largest, c)) != largest}
+    fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]
+    known = dict[tuple[int, Choice], float]()
+    if journal is not None:
+        with journal.fields():
+            known = {
+                (int(line["batch"]), (line["axis"], int(line["slot"]), line["value"])): float(line["loss"])
+                for line in journal.of("score")
+            }
+    try:
+        if supernet.norm_operators() and len(known) < len(split) * len(variants):
+            calibrate(supernet, fresh, [x for x, _ in split], progress=progress)
+        total = len(split) * len(variants)
+        with tqdm(total=total, desc="scoring layers", disable=not progress or None) as bar, torch.no_grad():
+            for i, (x, labels) in enumerate(split):
+                pending = {c: spec for c, spec in variants.items() if (i, c) not in known}
+                bar.update(len(variants) - len(pending))
+                run = _Runs(supernet, x, meaning, labels) if pending else None
+                for choice, spec in pending.items():
+                    assert run is not None
+                    loss = known[i, choice] = run.loss(spec)
+                    if journal is not None:
+                        axis, slot, value = choice
+                        journal.append("score", batch=i, axis=axis, slot=slot, value=value, loss=loss)
+                    bar.update()
+    finally:
+        supernet.norms.drop(fresh)
+    losses = {c: sum(known[i, c] for i in range(len(split))) / len(split) for c in variants}
+    return LayerScores(supernet, split[0][0], {**scores.losses, **losses}, moment)
+
+
+class _Runs:
+    """Runs subnets on one batch; what equals the largest subnet so far is taken from its run."""
+
+    def __init__(self, supernet: Supernet, x: Any, task: Task, labels: Any) -> None:
+        self._supernet, self._x, self._task = supernet, x, task
+        self._calls: dict[str, tuple[list[Any], Any, list[Any], Any]] = {}
+        self._lesson = Lesson(task, labels)
+        largest = supernet.space.largest()
+        self._full = supernet.space.resolve(largest)
+        view = supernet.private_view(largest)[0]
+        for path, module in view.named_modules():
+            if path and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                object.__setattr__(module, "forward", self._noting(path, module.forward))
+        self._whole = self._output(view, largest)
+        self._least = float(self._lesson.divergence(self._whole, self._whole))
+
+    def loss(self, spec: SubnetSpec) -> float:
+        """Return how far the outputs of a subnet are from those of the largest one."""
+        view = self._supernet.private_view(spec)[0]
+        for path in _unchanged(self._supernet.network, self._full, self._supernet.space.resolve(spec)):
+            with suppress(AttributeError):  # Of a skipped layer, a view has nothing.
+                module = view.get_submodule(path)
+                object.__setattr__(module, "forward", self._repeating(path, module.forward))
+        loss = float(self._lesson.divergence(self._output(view, spec), self._whole)) - self._least
+        if not math.isfinite(loss):
+            raise SearchError(f"score_layers: {spec} has the score {loss}; look for NaN in its outputs")
+        return max(loss, 0.0)
+
+    def _output(self, view: nn.Module, spec: SubnetSpec) -> Any:
+        try:
+            return self._task.output(call_with(view, self._x), self._x)
+        except Exception as error:
+            raise_if_explained(error, SubnetActError)
+            what = f"{spec} does not run on {describe_input(self._x)}"
+            raise SearchError(f"score_layers: {what}: {summary(view, error)}") from error
+
+    def _noting(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = tree_flatten((args, kwargs))
+            versions = [_version(leaf) for leaf in leaves]
+            output = forward(*args, **kwargs)
+            self._calls.setdefault(path, (leaves, structure, versions, output))
+            return output
+
+        return noted
+
+    def _repeating(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            call = self._calls.pop(path, None)
+            if call is None:
+                return forward(*args, **kwargs)
+            leaves, structure, versions, output = call
+            now, shape = tree_flatten((args, kwargs))
+            alike = shape == structure and versions == [_version(leaf) for leaf in leaves]
+            if alike and all(map(_is_same, now, leaves)):
+                self._calls[path] = call
+                return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, output)
+            self._calls[path] = call
+            return forward(*args, **kwargs)
+
+        return repeated
+
+
+def _version(value: Any) -> Any:
+    return value._version if isinstance(value, Tensor) else None
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value is other or (value.shape == other.shape and torch.equal(value, other))
+    return value is other or (isinstance(value, int | float | str | bool) and value == other)
+
+
+def _unchanged(network: nn.Module, full: SizeRow, row: SizeRow) -> Iterator[str]:
+    """Yield the names of the outermost modules that compute the same in two subnets, if inputs are equal."""
+    changed = set[str]()
+    for operator in operators_in(network):
+        differing = [name for name, dim in operator.dims.items() if full[dim] != row[dim]]
+        if isinstance(operator, LayerSelect):
+            changed |= {f"{operator.path}.{name}".lstrip(".") for name in differing}
+        elif differing or isinstance(operator, SubnetNorm):
+            changed.add(operator.path)
+
+    def visit(path: str, module: nn.Module) -> Iterator[str]:
+        inside = [name for name in changed if f"{name}.".startswith(f"{path}." if path else "")]
+        if not inside:
+            yield path
+        elif path not in changed or isinstance(module, Operator):
+            for name, child in module.named_children():
+                yield from visit(f"{path}.{name}".lstrip("."), child)
+
+    yield from visit("", network)

@@ -1,0 +1,95 @@
+"""Corrections: what a subnet adds behind a linear layer, or in the place of a layer that it skips.
+
+A correction is a product of low rank and a bias, statistics of one subnet beside weights that all share. It
+is to output projections what a statistics row is to BatchNorm, and is measured in the same way, without a
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.errors import PrecisionError
+from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.lowered_weight import Low
+from subnetact.operators.skipped_layer import SkippedLayer
+from subnetact.operators.view_module import Corrected, change_class_, mixed_class
+
+NAMES = ("correction_down", "correction_up", "correction_bias")
+
+
+class Correction(NamedTuple):
+    """Maps x of shape (..., inputs) to `up @ (down @ x) + bias`, of shape (..., outputs)."""
+
+    down: Tensor  # (rank, inputs)
+    up: Tensor  # (outputs, rank)
+    bias: Tensor  # (outputs,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what is added for inputs `x`."""
+        return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up, self.bias).to(x.dtype)
+
+
+def _own_correction(self: Any) -> Correction:
+    return Correction(*(self._parameters[name] for name in NAMES))
+
+
+class CorrectedLinear(Corrected):
+    """The forward of a linear layer with a correction."""
+
+    correction = property(_own_correction)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return super().forward(input) + self.correction(input)  # type: ignore[misc, no-any-return]
+
+
+class CorrectedSkip(Corrected):
+    """What stands for a skipped layer, with a correction of what it passes on."""
+
+    correction = property(_own_correction)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument, corrected."""
+        x = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return x + self.correction(x)
+
+
+def correct_(module: Any, correction: Correction, trainable: bool = False) -> nn.Module:
+    """Let a module of one subnet, which nobody else holds, add a correction; return the module."""
+    mixin = CorrectedSkip if isinstance(module, SkippedLayer) else CorrectedLinear
+    own = [t for t in module._parameters.values() if t is not None]
+    like = own[0] if own and not isinstance(module, Low) else correction.bias
+    given = [nn.Parameter(t.to(like.device, like.dtype), requires_grad=trainable) for t in correction]
+    change_class_(module, lambda cls: mixed_class(mixin, cls))
+    parameters = {**module._parameters, **dict(zip(NAMES, given, strict=True))}
+    object.__setattr__(module, "_parameters", parameters)
+    return module  # type: ignore[no-any-return]
+
+
+def merge_(module: Any, correction: Correction, name: str) -> None:
+    """Put a correction into the weights of an extracted layer; what stands for a skipped one keeps it apart.
+
+    Raises:
+        PrecisionError: the layer has a lower precision.
+    """
+    if isinstance(module, SkippedLayer):
+        correct_(module, Correction(*(t.clone() for t in correction)), trainable=True)
+        return
+    if isinstance(module, Low):
+        raise PrecisionError(
+            f"{name} has a correction, which cannot be merged into weights of a lower precision; extract the "
+            "subnet at float32, or drop its corrections with supernet.norms.drop([spec])"
+        )
+    down, up, bias = (t.to(module.weight.device, module.weight.dtype) for t in correction)
+    change = up @ down
+    with torch.no_grad():
+        module.weight.add_(change.t() if traits_of(module).axes["weight"][0] == "in_" else change)
+        if module.bias is None:
+            module.bias = nn.Parameter(bias.clone())
+        else:
+            module.bias.add_(bias)
