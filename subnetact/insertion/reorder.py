@@ -211,10 +211,10 @@ def _scores(
                     parameter.requires_grad_(parameter.is_floating_point())
                 view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
                 for path in reading:
-                    layer: nn.Module = view.get_submodule(path)
-                    axis = 1 if "convolution" in traits_of(layer).kind else -1
-                    hook = partial(_note_inputs, inputs, path, axis)
-                    hooks.enter_context(layer.register_forward_pre_hook(hook))
+                    layer = view.get_submodule(path)
+                    if traits_of(layer).kind == "linear":
+                        hook = partial(_note_inputs, inputs, path)
+                        hooks.enter_context(layer.register_forward_pre_hook(hook))
                 loss(call_with(view, x), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
@@ -229,16 +229,14 @@ def _scores(
     return found
 
 
-def _note_inputs(
-    inputs: dict[str, Tensor], path: str, axis: int, _: nn.Module, args: tuple[Any, ...]
-) -> None:
+def _note_inputs(inputs: dict[str, Tensor], path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
     """Add up, for every input of a layer, what the loss would change by without it at each place."""
     x: Tensor = args[0]
     if not x.requires_grad:
         return
 
     def add(gradient: Tensor) -> None:
-        change = (gradient * x.detach()).abs().movedim(axis, 0).flatten(1).sum(1)
+        change = (gradient * x.detach()).abs().flatten(0, -2).sum(0)
         inputs[path] = inputs[path] + change if path in inputs else change
 
     x.register_hook(add)  # type: ignore[no-untyped-call]

@@ -248,6 +248,25 @@ def test_taylor_scores_are_weights_times_gradients(output: dict[str, Any]) -> No
         assert torch.equal(moved, original.blocks[i].conv1.weight[order])
 
 
+def test_taylor_scores_of_what_linear_layers_read_are_inputs_times_gradients() -> None:
+    original, supernet = fused()
+    original.requires_grad_()
+    inputs: list[torch.Tensor] = []
+    for name in ("proj", "down"):
+        layer = original.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, args: (args[0].retain_grad(), inputs.append(args[0]))[1])
+    original(TOKENS).square().sum().backward()
+    changes = [(x * x.grad).abs().flatten(0, -2).sum(0) for x in inputs]
+    before = {name: original.get_submodule(name).weight.clone() for name in ("proj", "down")}
+    pairs, given = [(TOKENS, torch.zeros(()))], ["heads", "neurons"]
+    reorder_(supernet, "taylor", batches=pairs, loss=lambda y, _: y.square().sum(), dimensions=given)
+    state = supernet.state_dict()
+    heads = changes[0].view(3, 4).sum(1).argsort(descending=True)
+    columns = (4 * heads[:, None] + torch.arange(4)).flatten()
+    assert torch.equal(state["down.weight"], before["down"][:, changes[1].argsort(descending=True)])
+    assert torch.equal(state["proj.weight"], before["proj"][:, columns])
+
+
 def test_heads_move_as_a_whole_and_fused_layers_per_segment() -> None:
     original, supernet = fused()
     view = supernet.subnet(supernet.space.largest())
