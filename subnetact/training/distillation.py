@@ -102,6 +102,8 @@ def distill_(
     specs = list(dict.fromkeys(even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)))
     if settings.subnets is not None:
         specs = supernet.distinct(settings.subnets, "distill_")
+    if settings.trained is not None:
+        settings = replace(settings, trained=supernet.distinct(settings.trained, "distill_: trained="))
     parameters = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     if not parameters:
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
@@ -116,7 +118,8 @@ def distill_(
         first = [task.split(batch, device) for batch in _first(batches, settings.calibration, settings.seed)]
         inputs = [x for x, _ in first]
         given = None if isinstance(chosen, str) else chosen
-        measurement = Measurement(supernet, specs, held_out, task, given, inputs, settings.progress)
+        measured = supernet, specs, held_out, task, given, inputs, settings.progress
+        measurement = Measurement(*measured, corrections=settings.corrections)
         measurement.check(first[0][1])
         if isinstance(chosen, str):  # Its statistics may be those of other weights.
             calibrate(supernet, [space.largest()], inputs, progress=settings.progress)

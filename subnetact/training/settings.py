@@ -25,8 +25,8 @@ RANGES = {
     "minutes": (1e-9, math.inf),
     "save_every_s": (0.0, math.inf),
 }
-LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
-SAME = ("accumulate", "autocast", "balance", "clip", "distillation", "random_subnets", "seed")
+LEAST = {"accumulate": 1, "calibration": 1, "corrections": 0, "random_subnets": 0, "seed": 0, "steps": 1}
+SAME = ("accumulate", "autocast", "balance", "clip", "corrections", "distillation", "random_subnets", "seed")
 """The settings that must be the same again when a training is resumed, beside those with names."""
 
 
@@ -50,6 +50,11 @@ class Distillation:
             the first one is predicted from those before it, unless `attention_mask` is 0 or the label -100.
         subnets: the subnets that are measured and calibrated. If None, five from the largest to the smallest.
             They do not decide what is trained.
+        trained: the subnets that are trained beside the largest one, those of `LayerScores.best` or `front`
+            for example: every step draws `random_subnets` of them. If None, the smallest subnet and random
+            ones are.
+        corrections: for networks without BatchNorm, the rank of the corrections that the measured subnets
+            get before they are measured, on `calibration` training batches; see `calibrate`. If 0, none.
         importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
             a supernet whose narrow subnets were trained before: they would be lost. "auto": what can be
             sorted, by "taylor" for tokens and else by "l1", but nothing in supernets of published families.
@@ -100,6 +105,8 @@ class Distillation:
     task: str = "classes"
     labels: bool | None = None
     subnets: Sequence[SubnetSpec] | None = None
+    trained: Sequence[SubnetSpec] | None = None
+    corrections: int = 0
     importance: str | Measure | None = AUTO
     learning_rate: float = 3e-4
     optimizer: torch.optim.Optimizer | None = None
@@ -156,6 +163,7 @@ class Distillation:
         rate = self.learning_rate if self.optimizer is None else None
         optimizer = name_of(type(self.optimizer))
         same = {name: getattr(self, name) for name in SAME} | {"autocast": str(self.autocast)}
+        same["trained"] = None if self.trained is None else [spec.key for spec in self.trained]
         return {**same, **names, "learning_rate": rate, "optimizer": optimizer}
 
 
