@@ -29,8 +29,8 @@ from subnetact.training.task import Task, number
 class Measurement:
     """Measures `specs` on `held_out`, always on as many batches as the first time.
 
-    `inputs` are training inputs for BatchNorm statistics, and for corrections of a rank. The last time took so
-    many `seconds`.
+    `inputs` are training inputs for BatchNorm statistics and corrections. The last time took so many
+    `seconds`.
     """
 
     supernet: Supernet
