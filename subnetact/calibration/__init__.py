@@ -1,4 +1,4 @@
-"""Calibration: the BatchNorm statistics of many subnets, from one pass over data.
+"""Calibration: the BatchNorm statistics of many subnets, from one pass over data, or their corrections.
 
 `subnetact.calibrate` is the only function to call. It fills `supernet.norms` with one statistics row per
 subnet. `subnetact.calibration.calibrate` is the module that defines this function.
@@ -32,6 +32,8 @@ How memory is bounded
 Subnets run one after another, those with equal beginnings next to each other. An output is kept only as long
 as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
 that are needed last are dropped and computed again.
+
+Networks without BatchNorm have nothing to measure there; `corrections.py` fits what narrow subnets add instead.
 """
 
 from subnetact.calibration.calibrate import CalibrationReport
