@@ -33,7 +33,7 @@ Subnets run one after another, those with equal beginnings next to each other. A
 as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
 that are needed last are dropped and computed again.
 
-Networks without BatchNorm have nothing to measure there; `corrections.py` fits what narrow subnets add instead.
+Networks without BatchNorm have nothing to measure there; `corrections.py` fits what narrow subnets add.
 """
 
 from subnetact.calibration.calibrate import CalibrationReport

@@ -116,7 +116,7 @@ class CorrectionRun:
     def corrections(self, spec: SubnetSpec) -> dict[str, Correction]:
         """Return the corrections of a subnet, by the names of its layers."""
         row = self._supernet.space.resolve(spec)
-        found: dict[str, Correction] = {}
+        corrections: dict[str, Correction] = {}
         narrowed = [o for o in self._layers if o.path in self._goal and _differs(o, row, self._row)]
         skipped = {
             path: path
@@ -136,7 +136,7 @@ class CorrectionRun:
                 rows, missing = x.flatten(0, -2), (goal - result).reshape(-1, goal.shape[-1])
                 correction = fitted(rows, missing, self._rank)
                 if correction is not None:
-                    found[path] = correction
+                    corrections[path] = correction
                     result = result.add_(correction(rows).view(result.shape))
             left.discard(path)
             if not left:
@@ -153,7 +153,7 @@ class CorrectionRun:
                 call_with(view, self._x)
         except _Finished:
             pass
-        return found
+        return corrections
 
     def _view(self, row: Any) -> nn.Module:
         return bind(self._supernet.network, row, lambda norm: norm.bind(row), frozen=self._frozen)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -198,12 +198,12 @@ class LayerScores:
         self, budget: Mapping[str, float], latency: Measured | None
     ) -> tuple[list[float], list[Measured]]:
         """Return what a subnet may cost at most, and how the costs are measured."""
-        given: Any = budget
-        if not isinstance(given, Mapping) or not given:
+        costs: Any = budget
+        if not isinstance(costs, Mapping) or not costs:
             raise SearchError(f"budget: {shown(budget)} is no mapping; give costs by name, {{'macs': 0.6}}")
         limits, measures = list[float](), list[Measured]()
         space = self.supernet.space
-        for name, limit in given.items():
+        for name, limit in costs.items():
             if name not in COSTS and name != LATENCY:
                 raise SearchError(f"budget: no cost {shown(name)}; choose from {', '.join(COSTS)}, {LATENCY}")
             if name == LATENCY and not callable(latency):
@@ -398,13 +398,13 @@ def score_layers(
         >>> scores = subnetact.nas.score_layers(supernet, token_batches, task="tokens")
         >>> scores.best({"macs": 0.6})
     """
-    supernet, given = as_supernet(supernet), batches if isinstance(batches, Sequence) else list(batches)
-    if not len(given) or isinstance(batches, Tensor | str | Mapping):
+    supernet, data = as_supernet(supernet), batches if isinstance(batches, Sequence) else list(batches)
+    if not len(data) or isinstance(batches, Tensor | str | Mapping):
         raise SearchError("score_layers: give a list of batches; got none")
     if task not in TASKS:
-        raise SearchError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
+        raise SearchError(f"task: {task!r} is unmeasured; choose from {', '.join(TASKS)}")
     meaning = Task(task, False, output, own_divergence=divergence)
-    split = [meaning.split(batch, supernet.device) for batch in given]
+    split = [meaning.split(batch, supernet.device) for batch in data]
     moment, space = supernet.generation.moment(), supernet.space
     journal = None
     if resume is not None:
@@ -424,33 +424,34 @@ def score_layers(
     largest = space.largest()
     variants = {c: spec for c in scores.losses if (spec := scores._with(largest, c)) != largest}
     fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]
-    known = dict[tuple[int, Choice], float]()
+    measured = dict[tuple[int, Choice], float]()
     if journal is not None:
         with journal.fields():
-            known = {
+            measured = {
                 (int(line["batch"]), (line["axis"], int(line["slot"]), line["value"])): float(line["loss"])
                 for line in journal.of("score")
             }
     try:
-        if supernet.norm_operators() and len(known) < len(split) * len(variants):
+        if supernet.norm_operators() and len(measured) < len(split) * len(variants):
             calibrate(supernet, fresh, [x for x, _ in split], progress=progress)
         total = len(split) * len(variants)
         with tqdm(total=total, desc="scoring layers", disable=not progress or None) as bar, torch.no_grad():
             for i, (x, labels) in enumerate(split):
-                pending = {c: spec for c, spec in variants.items() if (i, c) not in known}
+                pending = {c: spec for c, spec in variants.items() if (i, c) not in measured}
                 bar.update(len(variants) - len(pending))
                 run = _Runs(supernet, x, meaning, labels) if pending else None
                 for choice, spec in pending.items():
                     assert run is not None
-                    loss = known[i, choice] = run.loss(spec)
+                    loss = measured[i, choice] = run.loss(spec)
                     if journal is not None:
                         axis, slot, value = choice
                         journal.append("score", batch=i, axis=axis, slot=slot, value=value, loss=loss)
                     bar.update()
     finally:
         supernet.norms.drop(fresh)
-    losses = {c: sum(known[i, c] for i in range(len(split))) / len(split) for c in variants}
-    return LayerScores(supernet, split[0][0], {**scores.losses, **losses}, moment)
+    losses = {c: sum(measured[i, c] for i in range(len(split))) / len(split) for c in variants}
+    scores._require_weights()
+    return replace(scores, losses={**scores.losses, **losses})
 
 
 class _Runs:
@@ -500,17 +501,15 @@ class _Runs:
         return noted
 
     def _repeating(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if path not in self._calls:
+            return forward
+        leaves, structure, versions, output = self._calls[path]
+
         def repeated(*args: Any, **kwargs: Any) -> Any:
-            call = self._calls.pop(path, None)
-            if call is None:
-                return forward(*args, **kwargs)
-            leaves, structure, versions, output = call
             now, shape = tree_flatten((args, kwargs))
-            alike = shape == structure and versions == [_version(leaf) for leaf in leaves]
-            if alike and all(map(_is_same, now, leaves)):
-                self._calls[path] = call
+            unchanged = shape == structure and versions == [_version(leaf) for leaf in leaves]
+            if unchanged and all(map(_is_same, now, leaves)):
                 return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, output)
-            self._calls[path] = call
             return forward(*args, **kwargs)
 
         return repeated
