@@ -96,7 +96,7 @@ def perplexities(view: Any, given: Mapping[str, Tensor]) -> list[float]:
     """Return the perplexity of both texts."""
     means = []
     for name in ("docstrings", "other"):
-        parts = [next_token_loss(view(**batch(x)).logits, x) for x in given[name].split(4)]
+        parts = [next_token_loss(view(**batch(x)).logits, x) for x in torch.split(given[name], 4)]
         means.append(round(float(torch.stack(parts).mean().exp()), 1))
     return means
 
@@ -107,7 +107,7 @@ def elastic(name: str, given: Mapping[str, Tensor]) -> tuple[Supernet, LayerScor
     calibration, seconds = given["calibration"], {}
     model, example = smollm2_model(), batch(calibration[:1, :32])
     supernet = insert_(model, example=example, axes=axes, choices=choices, each_block=True)
-    pairs = [(batch(x), x) for x in calibration[:8].split(2)]
+    pairs = [(batch(x), x) for x in torch.split(calibration[:8], 2)]
     began = time.process_time()
     reorder_(supernet, "taylor", example, batches=pairs, loss=next_token_loss)
     seconds["reorder"] = time.process_time() - began
@@ -131,7 +131,9 @@ def corrected(supernet: Supernet, spec: SubnetSpec, given: Mapping[str, Tensor])
     found: dict[str, Any] = {"plain": perplexities(supernet.subnet(spec), given)}
     for rank in RANKS:
         began = time.process_time()
-        calibrate(supernet, [spec], [batch(x) for x in given["calibration"].split(4)], corrections=rank)
+        calibrate(
+            supernet, [spec], [batch(x) for x in torch.split(given["calibration"], 4)], corrections=rank
+        )
         seconds, row = time.process_time() - began, supernet.norms.get(spec)
         assert row is not None
         facts = {
@@ -226,14 +228,16 @@ def times(given: Mapping[str, Tensor]) -> dict[str, Any]:
             within = [one for one in evaluated if one.latency_ms <= limit]
             rows[f"NSGA-II, seed {seed}"] = max(within, key=lambda one: one.accuracy).spec
         taken = timed(supernet, [largest, *rows.values()], prompt, 15)
-        entry = {}
+        entry = dict[str, Any]()
         for (name, spec), ms in zip(rows.items(), taken[1:], strict=True):
             relative = {"predicted": predictor(spec) / predictor(largest), "measured": ms / taken[0]}
-            entry[name] = {k: round(v, 3) for k, v in relative.items()}
+            entry[name] = dict[str, Any]({k: round(v, 3) for k, v in relative.items()})
             entry[name]["perplexity"] = perplexities(supernet.subnet(spec), given)
         chosen, x = rows["chosen"], prompt
         plain = supernet.private_view(chosen)[0]
-        calibrate(supernet, [chosen], [batch(c) for c in given["calibration"].split(4)], corrections=16)
+        calibrate(
+            supernet, [chosen], [batch(c) for c in torch.split(given["calibration"], 4)], corrections=16
+        )
         entry["corrected"] = {"perplexity": perplexities(supernet.subnet(chosen), given)}
         runs = {
             "plain": partial(plain, **batch(x)),

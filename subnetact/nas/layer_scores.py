@@ -77,7 +77,7 @@ class LayerScores:
     moment: Moment = field(repr=False)
 
     def expected(self, spec: SubnetSpec) -> float:
-        """Return the sum of the scores of a subnet's choices; `SpecError` if it is of another space."""
+        """Return the sum of the scores of the choices of `spec`; `SpecError` if it is of another space."""
         choices = self.supernet.space.values(self.supernet.space.check(spec))
         largest = self.supernet.space.values(self.supernet.space.largest())
         skipped = self._skipped
@@ -132,7 +132,13 @@ class LayerScores:
 
         Args:
             n: the number of subnets, at least 2.
-            cost: what they are even in; see `best`, also for the other arguments and the errors.
+            cost: the cost that they are even in; see `best`, also for `latency` and `batch_size`.
+
+        Returns:
+            The subnets, the smallest first.
+
+        Raises:
+            SearchError: as `best` does, or `n` is no whole number of at least 2.
 
         Example:
             >>> engine = subnetact.Engine(supernet, scores.front(8), example=x)
@@ -148,7 +154,11 @@ class LayerScores:
         return list(dict.fromkeys(chosen))
 
     def save(self, path: StrPath) -> None:
-        """Write the scores as JSON; an earlier file is replaced as a whole."""
+        """Write the scores as JSON to `path`; an earlier file is replaced as a whole.
+
+        Raises:
+            StaleWeights: the weights are not those that were scored.
+        """
         self._require_weights()
         entries = [[axis, at, value, loss] for (axis, at, value), loss in self.losses.items()]
         facts = {"space": self.supernet.space.id, "weights": self.supernet.fingerprint(), "scores": entries}
@@ -162,6 +172,9 @@ class LayerScores:
             path: a file that `save` wrote.
             supernet: the supernet that was scored.
             example: a batch for the network, of which the shapes count.
+
+        Returns:
+            The scores.
 
         Raises:
             StaleWeights: the scores are of another space or of other weights.

@@ -115,10 +115,9 @@ class Actuation:
     ) -> nn.Module:
         """Return a module of a subnet that runs with its correction, if the subnet has one there."""
         row = self.norms.get(run.spec)
-        correction = None if row is None else row.correction(path)
-        if correction is None:
+        if row is None or path not in row.corrected:
             return module
-        return row.correct_(copied(module) if copied else module, correction)  # type: ignore[no-any-return]
+        return row.correct_(copied(module) if copied else module, path)  # type: ignore[no-any-return]
 
     def asked(self) -> Run | None:
         """Return the subnet that was asked for in this thread or task, or None."""

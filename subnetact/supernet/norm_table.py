@@ -45,7 +45,6 @@ class NormRow:
     """
 
     __slots__ = ("channels", "corrected", "flat")
-    correct_ = staticmethod(correct_)
 
     def __init__(
         self,
@@ -104,26 +103,16 @@ class NormRow:
 
     def corrections(self) -> dict[str, Correction]:
         """Return every correction by the name of its layer; they are slices of `flat`."""
-        corrections: dict[str, Correction] = {}
-        start = 2 * sum(self.channels.values())
-        for name, (rank, inputs, outputs) in self.corrected.items():
-            parts = self.flat.detach()[start:].split_with_sizes(
-                [
-                    rank * inputs,
-                    outputs * rank,
-                    outputs,
-                    self.flat.numel() - start - _numbers_of((rank, inputs, outputs)),
-                ]
-            )
-            corrections[name] = Correction(
-                parts[0].view(rank, inputs), parts[1].view(outputs, rank), parts[2]
-            )
-            start += _numbers_of((rank, inputs, outputs))
-        return corrections
+        sizes = [n for r, i, o in self.corrected.values() for n in (r * i, o * r, o)]
+        parts = iter(torch.split(self.flat.detach()[2 * sum(self.channels.values()) :], sizes))
+        return {
+            name: Correction(next(parts).view(rank, inputs), next(parts).view(outputs, rank), next(parts))
+            for name, (rank, inputs, outputs) in self.corrected.items()
+        }
 
-    def correction(self, name: str) -> Correction | None:
-        """Return the correction of a layer, or None."""
-        return self.corrections()[name] if name in self.corrected else None
+    def correct_(self, module: nn.Module, name: str) -> nn.Module:
+        """Return a `module` of the subnet, the layer `name`, with its correction, if it has one, in place."""
+        return correct_(module, self.corrections()[name]) if name in self.corrected else module
 
 
 def _numbers_of(shape: tuple[int, int, int]) -> int:
