@@ -12,6 +12,7 @@ Source: the closed-form compensation of FLAP (An et al., 2024) and of low-rank r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -22,10 +23,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
 
 from subnetact.errors import SpecError
-from subnetact.operators.base import Operator
 from subnetact.operators.correction import Correction
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.layer_traits import traits_of
+from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input
 from subnetact.supernet.bind import bind, operators_in, private_buffers
@@ -90,6 +91,8 @@ class CorrectionRun:
     def __init__(self, supernet: Supernet, batches: Sequence[Any], rank: int) -> None:
         self._supernet, self._rank, self._frozen = supernet, rank, private_buffers()
         self._x = _together(batches)
+        mask = self._x.get("attention_mask") if isinstance(self._x, dict) else None
+        self._kept = mask.flatten().bool() if isinstance(mask, Tensor) else None  # Padding teaches nothing.
         operators = operators_in(supernet.network)
         self._layers = [o for o in operators if traits_of(o.template).kind == "linear" and "in_" in o.parts]
         self._selects = [o for o in operators if isinstance(o, LayerSelect)]
@@ -114,30 +117,38 @@ class CorrectionRun:
             )
 
     def corrections(self, spec: SubnetSpec) -> dict[str, Correction]:
-        """Return the corrections of a subnet, by the names of its layers."""
+        """Return the corrections of a subnet, by the names of its layers; none if they do not help it."""
         row = self._supernet.space.resolve(spec)
+        corrections, error = self._pass(row, fit=True)
+        return corrections if corrections and error < self._pass(row, fit=False)[1] else {}
+
+    def _pass(self, row: SizeRow, fit: bool) -> tuple[dict[str, Correction], float]:
+        """Return the corrections, if any are to be fitted, and the error in the end on samples held out."""
         corrections: dict[str, Correction] = {}
-        narrowed = [o for o in self._layers if o.path in self._goal and _differs(o, row, self._row)]
-        skipped = {
-            path: path
-            for o in self._selects
-            for name, dim in o.dims.items()
-            if not row[dim] and (path := f"{o.path}.{name}".lstrip(".")) in self._goal
-        }
-        view = self._view(row)
+        error = 0.0
+        names = ((f"{o.path}.{name}".lstrip("."), dim) for o in self._selects for name, dim in o.dims.items())
+        skipped = [path for path, dim in names if not row[dim] and path in self._goal]
         gone = tuple(f"{path}." for path in skipped)
-        left = {o.path for o in narrowed if not o.path.startswith(gone or ("\0",))} | skipped.keys()
+        narrowed = [
+            o.path for o in self._layers if any(row[dim] != self._row[dim] for dim in o.dims.values())
+        ]
+        narrowed = [path for path in narrowed if path in self._goal and not path.startswith(gone)]
+        left, view = {*narrowed, *skipped}, self._view(row)
 
         def correct(path: str, x: Tensor, result: Tensor) -> Tensor:
-            if path not in left:
-                return result
+            nonlocal error
             goal = self._goal[path]
-            if goal.shape == result.shape and x.shape[:-1].numel() * goal.shape[-1] == goal.numel():
-                rows, missing = x.flatten(0, -2), (goal - result).reshape(-1, goal.shape[-1])
-                correction = fitted(rows, missing, self._rank)
+            if path not in left or goal.shape != result.shape:
+                return result
+            rows, missing = x.reshape(-1, x.shape[-1]), (goal - result).reshape(-1, goal.shape[-1])
+            kept = self._kept if self._kept is not None and len(self._kept) == len(rows) else slice(None)
+            if fit and len(rows) == len(missing):
+                correction = fitted(rows[kept], missing[kept], self._rank)
                 if correction is not None:
                     corrections[path] = correction
+                    missing = missing - correction(rows)
                     result = result.add_(correction(rows).view(result.shape))
+            error = float(missing[kept][held_out(len(missing[kept]))].float().square().mean())
             left.discard(path)
             if not left:
                 raise _Finished
@@ -148,14 +159,11 @@ class CorrectionRun:
 
         for path in skipped:
             view.get_submodule(path).register_forward_hook(in_place_of(path))
-        try:
-            with _Streams(view, [o.path for o in narrowed if o.path in left], correct):
-                call_with(view, self._x)
-        except _Finished:
-            pass
-        return corrections
+        with suppress(_Finished), _Streams(view, narrowed, correct):
+            call_with(view, self._x)
+        return corrections, error
 
-    def _view(self, row: Any) -> nn.Module:
+    def _view(self, row: SizeRow) -> nn.Module:
         return bind(self._supernet.network, row, lambda norm: norm.bind(row), frozen=self._frozen)
 
     def _note_block(self, path: str) -> Callable[..., None]:
@@ -170,6 +178,11 @@ class CorrectionRun:
         return result
 
 
+def held_out(count: int) -> Tensor:
+    """Return which of so many samples no correction is fitted to; neighbours are alike, so they are runs."""
+    return torch.arange(count) * 4 * HELD_OUT // max(count, 1) % HELD_OUT == HELD_OUT - 1
+
+
 def fitted(x: Tensor, missing: Tensor, rank: int) -> Correction | None:
     """Return the correction that adds what is missing, (samples, outputs), from x, (samples, inputs).
 
@@ -181,13 +194,10 @@ def fitted(x: Tensor, missing: Tensor, rank: int) -> Correction | None:
             f"{SAMPLES_PER_RANK * rank} samples or tokens, or a lower rank"
         )
     x, missing = x.float(), missing.float()
-    runs = torch.arange(len(x), device=x.device) * 4 * HELD_OUT // len(x)  # Neighbours are alike.
-    out = runs % HELD_OUT == HELD_OUT - 1
-    trial = _ridge(x[~out], missing[~out], rank)
-    error = (missing[out] - trial(x[out])).square().sum()
-    if not bool(error < missing[out].square().sum()):
-        return None
-    return _ridge(x, missing, rank)
+    out = held_out(len(x)).to(x.device)
+    correction = _ridge(x[~out], missing[~out], rank)
+    error = (missing[out] - correction(x[out])).square().sum()
+    return correction if bool(error < missing[out].square().sum()) else None
 
 
 def _ridge(x: Tensor, missing: Tensor, rank: int) -> Correction:
@@ -202,10 +212,6 @@ def _ridge(x: Tensor, missing: Tensor, rank: int) -> Correction:
     down = (whole @ basis).t().contiguous()
     up = basis.contiguous()
     return Correction(down, up, offset - up @ (down @ mean))
-
-
-def _differs(operator: Operator, row: Any, other: Any) -> bool:
-    return any(row[dim] != other[dim] for dim in operator.dims.values())
 
 
 def _together(batches: Sequence[Any]) -> Any:

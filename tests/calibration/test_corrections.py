@@ -271,6 +271,22 @@ def test_a_fit_is_kept_only_where_it_helps_other_samples() -> None:
     assert fitted(x, noise - noise.mean(0), 8) is None
 
 
+def test_padding_teaches_nothing() -> None:
+    supernet, batches, _ = decoder()
+    spec, flats = narrow(supernet)[1], []
+    for padding in (3, 40):
+        padded = [dict(batch, input_ids=batch["input_ids"].clone()) for batch in batches]
+        for batch in padded:
+            batch["input_ids"][:, 12:] = padding
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][:, 12:] = 0
+        calibrate(supernet, [spec], padded, corrections=RANK, progress=False)
+        row = supernet.norms.get(spec)
+        assert row is not None
+        flats.append([up @ down for down, up, _ in row.corrections().values()])
+    torch.testing.assert_close(*flats, rtol=0, atol=1e-4)
+
+
 def refuse(corrections: Any, batches: Any = None, supernet: Any = None, **options: Any) -> Callable[[], Any]:
     def call() -> Any:
         own, given, _ = stream()
