@@ -45,7 +45,7 @@ MOST_VIEWS = 4096
 """Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
 
 MOST_FOLLOWED = 2**16
-"""Whole numbers of tensors of at most so many elements are computed if they follow from shapes alone."""
+"""Whole numbers of tensors of at most so many elements are computed where they are known."""
 
 _MOVES_DATA = [name for names, traits in OPERATIONS.items() if traits.moves for name in names.split()]
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
@@ -89,7 +89,8 @@ class MetaForward:
             raise SpecError(
                 f"example: {shown(example)} is no batch with a tensor; give one: torch.empty(1, 3, 224, 224)"
             )
-        self.input = map_tensors(lambda t: t.new_empty((1, *t.shape[1:]), device="meta"), given)
+        self._mode = _CountingMode()
+        self.input = map_tensors(self._empty_input, given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in modules}
         self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
@@ -98,7 +99,13 @@ class MetaForward:
             for name, child in parent.named_children():
                 self._first.setdefault(child, (parent, name))
         self._views: dict[nn.Module, dict[Any, _CountedModule]] = defaultdict(dict)
-        self._mode = _CountingMode()
+
+    def _empty_input(self, given: Tensor) -> Tensor:
+        """Return an input without data; of whole numbers, as in a mask, the values of the first are known."""
+        empty = given.new_empty((1, *given.shape[1:]), device="meta")
+        if not given.is_floating_point() and len(given) and empty.numel() <= MOST_FOLLOWED:
+            self._mode.values[empty] = given[:1].cpu()
+        return empty
 
     def run(self, row: SizeRow) -> Counts:
         """Return the counts of the subnet of a size row for one input."""
@@ -206,8 +213,8 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
         self._operators: Calls = {}
-        self._values: Any = WeakTensorKeyDictionary()
-        """The values of whole numbers that follow from shapes alone; forwards branch on positions, say."""
+        self.values: Any = WeakTensorKeyDictionary()
+        """The values of whole numbers of the example, and of those that follow; forwards branch on masks."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -238,13 +245,13 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0] in self._values:
-            return self._values[args[0]].item()
+        if func is torch.ops.aten._local_scalar_dense.default and args[0] in self.values:
+            return self.values[args[0]].item()
         out = self._counted(func, args, kwargs)
         if isinstance(out, Tensor) and not out.is_floating_point() and out.numel() <= MOST_FOLLOWED:
             with suppress(KeyError):  # Something is not known.
-                known, named = tree_map_only(Tensor, self._values.__getitem__, (args, kwargs))
-                self._values[out] = func(
+                known, named = tree_map_only(Tensor, self.values.__getitem__, (args, kwargs))
+                self.values[out] = func(
                     *known, **{**named, **dict.fromkeys({"device"} & named.keys(), "cpu")}
                 )
         return out

@@ -318,7 +318,7 @@ class NormTable:
                     raise ValueError("its rows claim far more memory than it stores")
                 pairs = [part.chunk(2) for part in parts[: len(entry["channels"])]]
                 means, variances = zip(*pairs, strict=True) if pairs else ((), ())
-                flat = torch.cat([*means, *variances, *parts[len(pairs) :]])
+                flat = torch.cat([*means, *variances, *parts[len(pairs) :]]) if parts else torch.empty(0)
                 row = table._rows[spec] = NormRow(entry["channels"], flat, corrected)
                 _require_sound(path, spec, row, FileFormatError)
         return table

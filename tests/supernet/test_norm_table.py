@@ -121,9 +121,9 @@ ONE = {"spec": spec(0).to_json(), "channels": {"n0": 3}, "dtype": "float32", "st
 @pytest.mark.parametrize(
     ("change", "header", "message"),
     [
-        ({"channels": {"n0": 300}}, {}, "300 channels at 0 are outside the statistics"),
-        ({"starts": [-6]}, {}, "3 channels at -6 are outside"),
-        ({"channels": {"n0": -1}}, {}, "-1 channels at 0 are outside"),
+        ({"channels": {"n0": 300}}, {}, "600 numbers at 0 are outside the statistics"),
+        ({"starts": [-6]}, {}, "6 numbers at -6 are outside"),
+        ({"channels": {"n0": -1}}, {}, "-2 numbers at 0 are outside"),
         ({"starts": []}, {}, "shorter"),
         ({"starts": ["0"]}, {}, "a field is missing or of the wrong kind: TypeError"),
         ({"dtype": "int8"}, {}, "a field is missing or of the wrong kind: KeyError"),
