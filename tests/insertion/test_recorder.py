@@ -149,3 +149,18 @@ def test_channels_that_a_recurrent_layer_reads_stay_whole(kind: type[nn.RNNBase]
     with torch.no_grad():
         full.second.weight[:, kept:] = 0.0  # as if the dropped channels were not there
     torch.testing.assert_close(half(X), full(X), rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("between", [torch.relu, assigned])
+def test_a_model_runs_three_times_at_the_most_before_anything_is_proved(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    runs: list[int] = []
+
+    class Counted(Looking):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return super().forward(x)
+
+    describe(Counted(between).eval(), X, proof=False)
+    assert len(runs) <= 3
