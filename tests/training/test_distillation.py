@@ -142,6 +142,37 @@ def test_an_embedder_learns_from_a_teacher_without_labels(teacher: str | None) -
     assert report.after[-1] > report.before[-1] + 0.02
 
 
+def test_only_the_subnets_that_were_chosen_are_trained_and_the_measured_ones_are_corrected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers")
+    data = tokens(6, 1)
+    supernet = elastic(small_decoder("LlamaConfig"), {**data[0]}, axes=("ffn",))
+    chosen, trained = supernet.space.sample(1, 4)[2:], list[list[Any]]()
+    step = run.sandwich_step
+
+    def noting(*args: Any, subnets: list[Any], **options: Any) -> Any:
+        trained.append(subnets)
+        return step(*args, subnets=subnets, **options)
+
+    monkeypatch.setattr(run, "sandwich_step", noting)
+    given = {"task": "tokens", "steps": 6, "learning_rate": 0.01, "importance": None, **QUIET}
+    specs = [supernet.space.largest(), chosen[0]]
+    distill_(
+        supernet,
+        data,
+        held_out=tokens(3, 2),
+        subnets=specs,
+        trained=chosen,
+        random_subnets=1,
+        corrections=2,
+        **given,
+    )
+    assert {subnet for subnets in trained for subnet in subnets} == {specs[0], *chosen}
+    assert all(subnets[0] == specs[0] and len(subnets) == 2 for subnets in trained)
+    assert set(supernet.norms) <= {chosen[0]}
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_language_model_learns(mask: bool) -> None:
     pytest.importorskip("transformers")
@@ -351,6 +382,9 @@ WORKERS: Any = DataLoader(labelled(2, 1), batch_size=None, num_workers=1, persis
         (lambda s: {"minutes": 1.0}, "either steps or minutes"),
         (lambda s: {"steps": 0}, "steps: 0"),
         (lambda s: {"clip": float("nan")}, "clip"),
+        (lambda s: {"corrections": -1}, "corrections: -1"),
+        (lambda s: {"trained": []}, "at least one; got none"),
+        (lambda s: {"trained": ["width=0.5"]}, "SubnetSpec"),
         (lambda s: {"divergence": "alpha"}, "divergence: 'alpha' is no function"),
         (lambda s: {"labels": False, "distillation": 0.5}, "needs labels"),
         (lambda s: {"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, "no parameter of the supernet"),
