@@ -269,7 +269,6 @@ def distil(given: Mapping[str, Tensor]) -> dict[str, Any]:
         steps=140,
         subnets=[supernet.space.largest(), chosen],
         trained=[chosen],
-        corrections=16,
         importance=None,
         random_subnets=1,
         calibration=4,

@@ -4,31 +4,33 @@ A linear layer whose output is added to a stream has to bring the stream to wher
 What is missing there is fitted from the inputs of the layer, layer by layer, in one forward pass of all
 batches together: later layers see what earlier corrections have mended. The fit has a low rank. A skipped
 layer is corrected from what it would have got. Where a correction does not help on samples that it was not
-fitted to, the layer has none.
+fitted to, the layer has none; where all together do not bring the outputs of the network nearer, the subnet.
 
 Source: the closed-form compensation of FLAP (An et al., 2024) and of low-rank residuals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
 
+from subnetact.comparison import tensors_in
 from subnetact.errors import SpecError
-from subnetact.operators.correction import Correction
+from subnetact.operators.correction import Correction, correct_
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.layer_traits import traits_of
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with, describe_input
+from subnetact.supernet.batches import call_with, describe_input, logits, map_tensors, tensors_of
 from subnetact.supernet.bind import bind, operators_in, private_buffers
 from subnetact.supernet.supernet import Supernet
 
@@ -102,6 +104,10 @@ class CorrectionRun:
         blocks = [f"{o.path}.{name}".lstrip(".") for o in self._selects for name in o.dims]
         for path in blocks:
             view.get_submodule(path).register_forward_hook(self._note_block(path))
+        samples = len(next(t for t in tensors_of(self._x) if isinstance(t, Tensor) and t.dim()))
+        out = held_out(samples).to(supernet.device)
+        self._held = map_tensors(lambda t: t[out] if bool(out.any()) and len(t) == samples else t, self._x)
+        self._whole = call_with(view, self._held)
         goals: dict[str, list[Tensor]] = {}
         with _Streams(view, [o.path for o in self._layers], self._note_goal):
             for batch in batches:  # Apart, their last outputs take less memory.
@@ -119,13 +125,24 @@ class CorrectionRun:
     def corrections(self, spec: SubnetSpec) -> dict[str, Correction]:
         """Return the corrections of a subnet, by the names of its layers; none if they do not help it."""
         row = self._supernet.space.resolve(spec)
-        corrections, error = self._pass(row, fit=True)
-        return corrections if corrections and error < self._pass(row, fit=False)[1] else {}
+        corrections, view = self._fitted(row), self._view(row)
+        plain = self._apart(view)
+        for path, correction in corrections.items():
+            correct_(view.get_submodule(path), correction)
+        return corrections if corrections and self._apart(view) < plain else {}
 
-    def _pass(self, row: SizeRow, fit: bool) -> tuple[dict[str, Correction], float]:
-        """Return the corrections, if any are to be fitted, and the error in the end on samples held out."""
+    def _apart(self, view: nn.Module) -> float:
+        """Return how far the outputs of a subnet are from the largest one's, on samples that no fit saw."""
+        output, whole = call_with(view, self._held), self._whole
+        if isinstance(output, Mapping) and "logits" in output:
+            scores, wanted = (logits(part).float().log_softmax(-1) for part in (output, whole))
+            return float(F.kl_div(scores, wanted, log_target=True, reduction="sum"))
+        pairs = zip(tensors_in(output), tensors_in(whole), strict=True)
+        return sum(float((a - b).float().square().sum()) for a, b in pairs if a.is_floating_point())
+
+    def _fitted(self, row: SizeRow) -> dict[str, Correction]:
+        """Fit the corrections of a subnet, one layer after the other."""
         corrections: dict[str, Correction] = {}
-        error = 0.0
         names = ((f"{o.path}.{name}".lstrip("."), dim) for o in self._selects for name, dim in o.dims.items())
         skipped = [path for path, dim in names if not row[dim] and path in self._goal]
         gone = tuple(f"{path}." for path in skipped)
@@ -136,19 +153,16 @@ class CorrectionRun:
         left, view = {*narrowed, *skipped}, self._view(row)
 
         def correct(path: str, x: Tensor, result: Tensor) -> Tensor:
-            nonlocal error
             goal = self._goal[path]
             if path not in left or goal.shape != result.shape:
                 return result
             rows, missing = x.reshape(-1, x.shape[-1]), (goal - result).reshape(-1, goal.shape[-1])
             kept = self._kept if self._kept is not None and len(self._kept) == len(rows) else slice(None)
-            if fit and len(rows) == len(missing):
+            if len(rows) == len(missing):
                 correction = fitted(rows[kept], missing[kept], self._rank)
                 if correction is not None:
                     corrections[path] = correction
-                    missing = missing - correction(rows)
                     result = result.add_(correction(rows).view(result.shape))
-            error = float(missing[kept][held_out(len(missing[kept]))].float().square().mean())
             left.discard(path)
             if not left:
                 raise _Finished
@@ -161,7 +175,7 @@ class CorrectionRun:
             view.get_submodule(path).register_forward_hook(in_place_of(path))
         with suppress(_Finished), _Streams(view, narrowed, correct):
             call_with(view, self._x)
-        return corrections, error
+        return corrections
 
     def _view(self, row: SizeRow) -> nn.Module:
         return bind(self._supernet.network, row, lambda norm: norm.bind(row), frozen=self._frozen)

@@ -118,8 +118,7 @@ def distill_(
         first = [task.split(batch, device) for batch in _first(batches, settings.calibration, settings.seed)]
         inputs = [x for x, _ in first]
         given = None if isinstance(chosen, str) else chosen
-        measured = supernet, specs, held_out, task, given, inputs, settings.progress
-        measurement = Measurement(*measured, corrections=settings.corrections)
+        measurement = Measurement(supernet, specs, held_out, task, given, inputs, settings.progress)
         measurement.check(first[0][1])
         if isinstance(chosen, str):  # Its statistics may be those of other weights.
             calibrate(supernet, [space.largest()], inputs, progress=settings.progress)

@@ -29,8 +29,7 @@ from subnetact.training.task import Task, number
 class Measurement:
     """Measures `specs` on `held_out`, always on as many batches as the first time.
 
-    `inputs` are training inputs for BatchNorm statistics and corrections. The last time took so many
-    `seconds`.
+    `inputs` are training inputs for BatchNorm statistics. The last time took so many `seconds`.
     """
 
     supernet: Supernet
@@ -40,7 +39,6 @@ class Measurement:
     teacher: Callable[..., Any] | None
     inputs: Sequence[Any]
     progress: bool
-    corrections: int = 0
     batches: int | None = None
     seconds: float = 0.0
 
@@ -85,7 +83,7 @@ class Measurement:
     def run(self, limit_s: float = math.inf) -> list[float]:
         """Calibrate every subnet, and return its metric; the first time, end before a limit if possible."""
         supernet, task, progress = self.supernet, self.task, self.progress
-        calibrate(supernet, self.specs, self.inputs, progress=progress, corrections=self.corrections)
+        calibrate(supernet, self.specs, self.inputs, progress=progress)
         views = [supernet.subnet(spec) for spec in self.specs]
         meters = [task.meter() for _ in views]
         read, began, total = 0, time.perf_counter(), self.batches or length_hint(self.held_out) or None

@@ -25,8 +25,8 @@ RANGES = {
     "minutes": (1e-9, math.inf),
     "save_every_s": (0.0, math.inf),
 }
-LEAST = {"accumulate": 1, "calibration": 1, "corrections": 0, "random_subnets": 0, "seed": 0, "steps": 1}
-SAME = ("accumulate", "autocast", "balance", "clip", "corrections", "distillation", "random_subnets", "seed")
+LEAST = {"accumulate": 1, "calibration": 1, "random_subnets": 0, "seed": 0, "steps": 1}
+SAME = ("accumulate", "autocast", "balance", "clip", "distillation", "random_subnets", "seed")
 """The settings that must be the same again when a training is resumed, beside those with names."""
 
 
@@ -53,8 +53,6 @@ class Distillation:
         trained: the subnets that are trained beside the largest one, those of `LayerScores.best` or `front`
             for example: every step draws `random_subnets` of them. If None, the smallest subnet and random
             ones are.
-        corrections: for networks without BatchNorm, the rank of the corrections that the measured subnets
-            get before they are measured, on `calibration` training batches; see `calibrate`. If 0, none.
         importance: how to sort first; see `reorder_`. "taylor" uses the first `calibration` batches. None for
             a supernet whose narrow subnets were trained before: they would be lost. "auto": what can be
             sorted, by "taylor" for tokens and else by "l1", but nothing in supernets of published families.
@@ -106,7 +104,6 @@ class Distillation:
     labels: bool | None = None
     subnets: Sequence[SubnetSpec] | None = None
     trained: Sequence[SubnetSpec] | None = None
-    corrections: int = 0
     importance: str | Measure | None = AUTO
     learning_rate: float = 3e-4
     optimizer: torch.optim.Optimizer | None = None
