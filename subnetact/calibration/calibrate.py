@@ -43,6 +43,7 @@ class CalibrationReport:
         kept_mb: the most that was kept of one subnet's forward pass for later subnets, in MiB.
         seconds: the time that the calibration took, with earlier parts if it was resumed.
         adopted: the largest subnet, if it got the statistics that the network came with; otherwise nothing.
+        corrected: for each subnet that was to get corrections, the number of layers that have one.
     """
 
     subnets: int = 0
@@ -53,6 +54,7 @@ class CalibrationReport:
     kept_mb: float = 0.0
     seconds: float = 0.0
     adopted: tuple[SubnetSpec, ...] = ()
+    corrected: Mapping[SubnetSpec, int] = field(default_factory=dict)
 
     @property
     def saved(self) -> float:
@@ -62,10 +64,11 @@ class CalibrationReport:
     def __str__(self) -> str:
         alone = f"; {len(self.one_at_a_time)} one at a time" if self.one_at_a_time else ""
         alone += "; the largest subnet keeps the statistics that the network came with" * bool(self.adopted)
-        return (
-            f"{self.subnets} subnets on {self.batches} batches in {self.seconds:.1f} s; "
-            f"{self.saved:.0%} of the layers were shared{alone}"
-        )
+        shared = f"{self.saved:.0%} of the layers were shared{alone}"
+        if self.corrected:
+            least, most = min(self.corrected.values()), max(self.corrected.values())
+            shared = f"corrections of {least} to {most} layers"
+        return f"{self.subnets} subnets on {self.batches} batches in {self.seconds:.1f} s; {shared}"
 
 
 def calibrate(
@@ -172,8 +175,10 @@ def calibrate(
             measured = corrections_of(supernet, narrow, given, corrections, progress)
         with supernet.generation.lock:
             _require_same_weights(supernet, began)
-            supernet.norms.update({spec: NormRow.of({}, own) for spec, own in measured.items()})
-        return CalibrationReport(len(narrow), len(given), seconds=time.perf_counter() - start)
+            supernet.norms.drop(narrow)
+            supernet.norms.update({spec: NormRow.of({}, own) for spec, own in measured.items() if own})
+        layers, seconds = {spec: len(own) for spec, own in measured.items()}, time.perf_counter() - start
+        return CalibrationReport(len(narrow), len(given), seconds=seconds, corrected=layers)
     adopted: tuple[SubnetSpec, ...] = ()
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:

@@ -105,6 +105,8 @@ def corrected(name: str) -> tuple[Supernet, list[SubnetSpec], Any, list[float]]:
         supernet, [*specs, supernet.space.largest()], batches, corrections=RANK, progress=False
     )
     assert report.subnets == len(specs)
+    assert report.corrected == {spec: len(supernet.norms.get(spec).corrected) for spec in specs}  # type: ignore[union-attr]
+    assert "corrections of" in str(report)
     return supernet, specs, x, before
 
 
