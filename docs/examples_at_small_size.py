@@ -19,6 +19,7 @@ SMALL = {
     "elastic_smollm2": "--minutes 0.02 --state {out}/state.safetensors",
     "experts_per_token": "--rounds 2 --out {out}",
     "finetune_own_model": "--steps 6 --elastic-steps 4 --evaluations 3 --out {out}",
+    "half_without_training": "--pretraining 300",
     "read_pages": "--steps 20 --seconds 0.9 --out {out}",
     "serve_checkpoint": "--evaluations 8 --out {out}",
 }
