@@ -25,8 +25,11 @@ warnings.simplefilter("ignore")
 import torch
 """
 END = """
+import os
 if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()  # Its threads must not outlive the interpreter.
+    torch.distributed.destroy_process_group()
+sys.stderr.flush()
+os._exit(0)  # Threads of torch that outlive the interpreter would abort now and then.
 """
 
 

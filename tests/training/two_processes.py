@@ -6,6 +6,7 @@ It accumulates two batches before the gradients are averaged.
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 from pathlib import Path
@@ -36,3 +37,4 @@ for step in range(2):
     widths.append(sandwich.widths_of(found))
 torch.save({"gradients": sandwich.gradients(supernet), "widths": widths}, result)
 distributed.destroy_process_group()
+os._exit(0)  # Threads of torch that outlive the interpreter would abort now and then.
