@@ -2,7 +2,7 @@
 
 The model is a small ResNet that is trained here first, on distorted handwritten digits, because no weights
 need to be downloaded for it; bring your own with `timm.create_model(name, pretrained=True)` and your own
-DataLoader. Run `pip install 'subnetact[auto,demo,plot]' timm` and `python examples/distil_timm_model.py`.
+DataLoader. Run `pip install 'subnetact[demo,plot]' timm` and `python examples/distil_timm_model.py`.
 Kill it whenever you like: it goes on from its last step.
 """
 

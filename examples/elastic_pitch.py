@@ -5,7 +5,7 @@ samples. It is distilled on tones of random harmonics and measured on others, wi
 share of frames with an error below 50 cents, sorted by importance and calibrated, then distilled; and that of
 the smallest subnet trained alone, for as many steps. The JSON of this name is from a run.
 
-Run `pip install 'subnetact[auto,plot]' torchcrepe` and `python examples/elastic_pitch.py --out DIR`.
+Run `pip install 'subnetact[plot]' torchcrepe` and `python examples/elastic_pitch.py --out DIR`.
 """
 
 from __future__ import annotations

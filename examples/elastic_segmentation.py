@@ -6,7 +6,7 @@ the smallest subnet trained alone, for as many steps. The JSON and the figure ar
 replace `scene`; for your network, `Segmenter`. Of a detector, make elastic what returns maps, and distil
 these: labels=False, task="values", and as output= a function that joins them into one tensor.
 
-Run `pip install 'subnetact[auto,plot]' timm` and `python examples/elastic_segmentation.py --out DIR`.
+Run `pip install 'subnetact[plot]' timm` and `python examples/elastic_segmentation.py --out DIR`.
 """
 
 from __future__ import annotations

@@ -177,15 +177,13 @@ def _neurons(path: str, full: int) -> Group:
 def _stream(network: Any) -> Group:
     """Return the group of the embedding channels, which all layers read and add to."""
     latent = network.config.moe_latent_size is not None
+    slicers: dict[str, Any] = {"in_": WeightSlice, "out": WeightSlice, "features": LayerNormSlice}
     members: list[Member] = []
     for path, module in network.named_modules():
         outer, _, name = path.rpartition(".")
         inner = (outer.endswith("mixer") and name == "norm") or (name == "experts" and latent)
         for part in () if inner or isinstance(module, nn.Identity) else OF_STREAM.get(name, ()):
-            own = LayerNormSlice if part == "features" else WeightSlice
-            members.append(
-                Member(path, part, own if part in ("in_", "out", "features") else ElasticAttribute)
-            )
+            members.append(Member(path, part, slicers.get(part, ElasticAttribute)))
     return Group("stream", "stream", network.config.hidden_size, tuple(members))
 
 

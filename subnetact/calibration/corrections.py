@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from subnetact.comparison import tensors_in
 from subnetact.errors import SpecError
+from subnetact.insertion.recorder import target_of
 from subnetact.operators.correction import Correction, correct_
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.layer_traits import traits_of
@@ -32,16 +33,15 @@ from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, logits, map_tensors, tensors_of
 from subnetact.supernet.bind import bind, operators_in, private_buffers
+from subnetact.supernet.elementwise import ADDITIONS
 from subnetact.supernet.supernet import Supernet
 
-ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 RIDGE = 0.3
 """The strength of the penalty, relative to the mean variance of the inputs."""
 HELD_OUT = 4
-"""One of so many samples is held out of the first fit, and says whether a correction helps."""
+"""One of so many samples is held out of the fit, and says whether a correction helps."""
 SAMPLES_PER_RANK = 8
 """Fewer samples per rank than these decide nothing."""
-
 
 Joined: TypeAlias = Callable[[str, Tensor, Tensor], Tensor]
 """Gets a layer, its input and the sum that its output is in, and returns the sum."""
@@ -54,9 +54,7 @@ class _Finished(Exception):
 class _Streams(TorchFunctionMode):
     """Sees where the outputs of layers are added to something, in one forward pass of a subnet."""
 
-    def __init__(
-        self, view: nn.Module, layers: Iterable[str], joined: Callable[[str, Tensor, Tensor], Tensor]
-    ):
+    def __init__(self, view: nn.Module, layers: Iterable[str], joined: Joined) -> None:
         super().__init__()
         self._made: Any = WeakTensorKeyDictionary()  # output of a layer -> the layer and its input
         self._joined = joined
@@ -78,7 +76,7 @@ class _Streams(TorchFunctionMode):
             made = self._made.get(tensor)
             if made is None:
                 continue
-            if getattr(func, "__name__", "") in ADDITIONS:
+            if target_of(func, args)[1] in ADDITIONS:
                 del self._made[tensor]
                 return self._joined(made[0], made[1], result)
             alike = (result.numel(), result.dtype) == (tensor.numel(), tensor.dtype)
@@ -101,7 +99,7 @@ class CorrectionRun:
         self._goal: dict[str, Tensor] = {}
         self._row = supernet.space.resolve(supernet.space.largest())
         view = self._view(self._row)
-        blocks = [f"{o.path}.{name}".lstrip(".") for o in self._selects for name in o.dims]
+        blocks = [select.path_of(name) for select in self._selects for name in select.dims]
         for path in blocks:
             view.get_submodule(path).register_forward_hook(self._note_block(path))
         samples = len(next(t for t in tensors_of(self._x) if isinstance(t, Tensor) and t.dim()))
@@ -143,7 +141,7 @@ class CorrectionRun:
     def _fitted(self, row: SizeRow) -> dict[str, Correction]:
         """Fit the corrections of a subnet, one layer after the other."""
         corrections: dict[str, Correction] = {}
-        names = ((f"{o.path}.{name}".lstrip("."), dim) for o in self._selects for name, dim in o.dims.items())
+        names = ((o.path_of(name), dim) for o in self._selects for name, dim in o.dims.items())
         skipped = [path for path, dim in names if not row[dim] and path in self._goal]
         gone = tuple(f"{path}." for path in skipped)
         narrowed = [

@@ -83,7 +83,7 @@ class Recording(TorchFunctionMode):
         if name == "__setitem__":
             self.add("call_function", assigned, args, kwargs, args[0])
         elif tree_any(_is_tensor, result):
-            self.add(*_target(func, name, args), kwargs, result)
+            self.add(*target_of(func, args), kwargs, result)
         return result
 
     def watch(self, path: str, module: nn.Module, leaf: bool) -> tuple[RemovableHandle, RemovableHandle]:
@@ -198,8 +198,9 @@ def _facts(tensor: Tensor) -> RecordedTensor:
     return RecordedTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _target(func: Any, name: str, args: Any) -> tuple[str, Any, Any]:
+def target_of(func: Any, args: Any) -> tuple[str, Any, Any]:
     """Return the kind of a node, what it calls, and its arguments, as a traced graph states them."""
+    name = getattr(func, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, (args[0], func.__self__.__name__)
     if name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):

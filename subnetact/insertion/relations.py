@@ -415,9 +415,8 @@ def _axes(spec: str, shape: Sequence[int], groups: int) -> Iterator[tuple[list[i
     count = len(shape) - len(parts) + 1
     if wild is not None and count >= 0:
         parts[wild : wild + 1] = [f"{parts[wild]}{count - i}" for i in range(count)]
-    parts = [part for part in parts if part not in "*~"][
-        -len(shape) :
-    ]  # It may lack a batch, and what is broadcast.
+    given = [part for part in parts if part not in "*~"]
+    parts = given[-len(shape) :]  # It may lack a batch, and what is broadcast.
     for part, length in zip(parts, shape, strict=True):
         if part.startswith("("):
             yield [groups, length // groups], [part[1], part[2]]

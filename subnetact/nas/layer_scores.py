@@ -79,13 +79,9 @@ class LayerScores:
     def expected(self, spec: SubnetSpec) -> float:
         """Return the sum of the scores of the choices of `spec`; `SpecError` if it is of another space."""
         choices = self.supernet.space.values(self.supernet.space.check(spec))
-        largest = self.supernet.space.values(self.supernet.space.largest())
-        skipped = self._skipped
-        chosen = {(a, i, v) for a, own in choices.items() for i, v in enumerate(own) if v is not None}
-        gone = {place for choice in chosen for place in skipped.get(choice, ())}
-        return sum(
-            self.losses.get((a, i, v), 0.0) for a, i, v in chosen if (a, i) not in gone and v != largest[a][i]
-        )
+        chosen = [(a, i, v) for a, own in choices.items() for i, v in enumerate(own) if v is not None]
+        gone = {place for choice in chosen for place in self._skipped.get(choice, ())}
+        return sum(self.losses.get(choice, 0.0) for choice in chosen if choice[:2] not in gone)
 
     def best(
         self,
@@ -335,12 +331,10 @@ class LayerScores:
         skipped: dict[Choice, list[tuple[str, int]]] = {}
         selects = [operator for operator in operators_in(network) if isinstance(operator, LayerSelect)]
         for choice, row in rows.items():
-            gone = [
-                f"{select.path}.{name}.".lstrip(".")
-                for select in selects
-                for name, dim in select.dims.items()
-                if not row[dim]
-            ]
+            skips = (
+                (select, name) for select in selects for name, dim in select.dims.items() if not row[dim]
+            )
+            gone = [f"{select.path_of(name)}." for select, name in skips]
             places = [
                 place
                 for place, paths in follows.items()
@@ -415,7 +409,7 @@ def score_layers(
     if not len(data) or isinstance(batches, Tensor | str | Mapping):
         raise SearchError("score_layers: give a list of batches; got none")
     if task not in TASKS:
-        raise SearchError(f"task: {task!r} is unmeasured; choose from {', '.join(TASKS)}")
+        raise SearchError(f"task: {task!r} is unknown; choose from {', '.join(TASKS)}")
     meaning = Task(task, False, output, own_divergence=divergence)
     split = [meaning.split(batch, supernet.device) for batch in data]
     moment, space = supernet.generation.moment(), supernet.space
@@ -544,7 +538,7 @@ def _unchanged(network: nn.Module, full: SizeRow, row: SizeRow) -> Iterator[str]
     for operator in operators_in(network):
         differing = [name for name, dim in operator.dims.items() if full[dim] != row[dim]]
         if isinstance(operator, LayerSelect):
-            changed |= {f"{operator.path}.{name}".lstrip(".") for name in differing}
+            changed |= set(map(operator.path_of, differing))
         elif differing or isinstance(operator, SubnetNorm):
             changed.add(operator.path)
 

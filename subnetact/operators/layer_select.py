@@ -69,6 +69,10 @@ class LayerSelect(Operator):
         """
         return (self.dims[name], 1) if name in self.dims else None
 
+    def path_of(self, name: str) -> str:
+        """Return the name in the network of the layer `name` of this stack."""
+        return f"{self.path}.{name}".lstrip(".")
+
     def kept(self, row: SizeRow) -> list[str]:
         """Return the names of the layers that the subnet of a size row keeps, in order."""
         gates = {name: self.gate(name) for name in self._modules}
@@ -85,8 +89,8 @@ class LayerSelect(Operator):
         modules = {n: module if n in kept else self._stand_in(n) for n, module in self._modules.items()}
         if not self.training and self.actuation is not None:
             for name in modules.keys() - kept:
-                path = f"{self.path}.{name}".lstrip(".")
-                modules[name] = self.actuation.corrected(self._stand_in(name), run, path, copied=copy)
+                given = self._stand_in(name), run, self.path_of(name)
+                modules[name] = self.actuation.corrected(*given, copied=copy)
         return called_module(self, {}, {}, modules, {})
 
     def _layers(self, inside: bool) -> dict[str, nn.Module | None]:

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.errors import PrecisionError
 from subnetact.operators.kernel_table import LARGEST_INT8, int8_product, is_traced
-from subnetact.operators.view_module import mixed_class
+from subnetact.operators.view_module import Extractable
 from subnetact.spec import FLOAT32, PRECISIONS
 
 FLOAT_BITS = PRECISIONS[FLOAT32]
@@ -174,7 +174,7 @@ def _in_one_piece(x: Tensor) -> bool:
     return x.numel() <= 2 * CHUNK or type(x) is not Tensor
 
 
-class Low:
+class Low(Extractable):
     """The base of the mixins that let a module compute with a lowered weight."""
 
     reads = ("weight", "bias")
@@ -184,10 +184,6 @@ class Low:
     def lowered(self: Any) -> LoweredWeight:
         """The weight that the module multiplies with."""
         return LoweredWeight(getattr(self, self.reads[0]), self._parameters.get(_SCALE))
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle an extracted module; its class is made from two that have names."""
-        return _remade, type(self).__bases__, dict(self.__dict__)
 
     def extra_repr(self: Any) -> str:
         """Return what the plain class returns, and the dtype of the weight."""
@@ -217,7 +213,3 @@ class LowConv1D(Low):
         """Map (..., in) to (..., out)."""
         weight, scale = self.lowered
         return LoweredWeight(weight.t(), scale).product(x, self.bias)
-
-
-def _remade(kind: type, cls: type[nn.Module]) -> nn.Module:
-    return object.__new__(mixed_class(kind, cls))  # type: ignore[arg-type]

@@ -344,26 +344,27 @@ def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
     return module
 
 
-class Corrected:
-    """The base of the mixins that let a module of one subnet add a correction to what it returns."""
+class Extractable:
+    """The base of mixins that an extracted module keeps; its class is made from two that have names."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle an extracted module; its class is made from two that have names."""
+        """Pickle an extracted module."""
         return _remade, type(self).__bases__, dict(self.__dict__)
 
 
+class Corrected(Extractable):
+    """The base of the mixins that let a module of one subnet add a correction to what it returns."""
+
+
 def _remade(kind: type, cls: type[nn.Module]) -> nn.Module:
-    made: Any = mixed_class(kind, cls)  # type: ignore[arg-type]
-    module: nn.Module = object.__new__(made)
-    return module
+    return object.__new__(mixed_class(kind, cls))  # type: ignore[arg-type]
 
 
-def change_class_(module: nn.Module, change: Callable[[Any], type[nn.Module]]) -> None:
-    """Change the class that a module stands for, in place; a module of a view stays one."""
-    cls = type(module)
-    inner: Any = change(cls.__mro__[2] if is_view(module) else cls)
-    changed = mixed_class(_View, inner) if is_view(module) else inner
-    object.__setattr__(module, "__class__", changed)
+def mix_inside_(module: nn.Module, mixin: type) -> None:
+    """Put a class before the one that a module stands for, in place; a module of a view stays one."""
+    cls: Any = type(module)
+    inner: Any = mixed_class(mixin, cls.__mro__[2] if is_view(module) else cls)
+    object.__setattr__(module, "__class__", mixed_class(_View, inner) if is_view(module) else inner)
 
 
 def is_view(module: nn.Module) -> bool:
