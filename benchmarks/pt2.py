@@ -85,7 +85,7 @@ def memory(
     program: Path, folder: Path, supernet: Any, specs: list[Any], batches: list[Tensor]
 ) -> dict[str, Any]:
     """Export so many subnets, and return sizes and resident memory in MiB."""
-    engine = subnetact.Engine(supernet, specs, example=batches[0], fuse=False)
+    engine = subnetact.Engine(supernet, specs, example=batches[0], backend="views")
     path = folder / f"{len(specs)}.pt2"
     start = time.perf_counter()
     to_pt2(engine, path)

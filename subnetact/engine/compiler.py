@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.engine.config import FUSED, VIEWS
 from subnetact.engine.ready_subnet import Bound
+from subnetact.engine.runtime_program import RUNTIMES
 from subnetact.errors import EngineError, RecompileRefused
 from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_, registries_of_copies
@@ -25,8 +27,8 @@ class Compiler:
 
     def __init__(self, backend: str) -> None:
         if backend not in torch.compiler.list_backends(()):
-            known = ", ".join(torch.compiler.list_backends())
-            raise EngineError(f"compile: this torch has no backend {backend!r}; choose from {known}")
+            known = ", ".join(dict.fromkeys((FUSED, VIEWS, *RUNTIMES, *torch.compiler.list_backends())))
+            raise EngineError(f"backend: there is no {backend!r} here; choose from {known}")
         self.sealed = False
         self._backend = backend
         self._compiled: dict[int, tuple[Bound, Callable[..., Any]]] = {}

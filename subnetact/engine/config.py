@@ -20,6 +20,9 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
+FUSED, VIEWS = "fused", "views"
+"""The backends that need nothing but this package."""
+
 
 @dataclass(frozen=True, eq=False)
 class EngineConfig:
@@ -37,10 +40,9 @@ class EngineConfig:
             axis -> tensors of the input and their axes. The engine finds them, and no file has them.
         padding: as in `Engine`, like all that follow.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
+        backend: what runs the subnets that are not views.
         device: where subnets run. If None, the supernet stays where it is.
-        memory_budget_mb: MiB that fused programs and graphs may take. If None, the default.
-        fuse: whether subnets may become fused programs.
-        compile: a torch.compile backend, or None.
+        memory_budget_mb: MiB that programs and graphs may take. If None, the default.
     """
 
     specs: Sequence[SubnetSpec]
@@ -52,10 +54,9 @@ class EngineConfig:
     lengths: Lengths = ()
     padding: Padding = None
     allow_uncalibrated: bool = False
+    backend: str = FUSED
     device: str | torch.device | None = None
     memory_budget_mb: float | None = None
-    fuse: bool = True
-    compile: str | None = None
 
     @property
     def served(self) -> list[SubnetSpec]:
@@ -89,7 +90,7 @@ class EngineConfig:
         return replace(self, accuracy=tuple(map(percentage, given, self.specs)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields up to `allow_uncalibrated`, except `prepared`, as JSON."""
+        """Return the fields up to `backend`, except `prepared`, as JSON."""
         padding: Any = self.padding
         return {
             "subnets": [spec.to_json() for spec in self.specs],
@@ -99,6 +100,7 @@ class EngineConfig:
             "sample": sample_to_json(self.sample),
             "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
             "allow_uncalibrated": self.allow_uncalibrated,
+            "backend": self.backend,
         }
 
     @classmethod
@@ -114,6 +116,9 @@ class EngineConfig:
         padding, allow = described["padding"], described["allow_uncalibrated"]
         if type(allow) is not bool:
             raise ValueError(f"allow_uncalibrated {allow!r}")
+        backend = described.get("backend", FUSED)  # Bundles before 0.2 do not name it.
+        if type(backend) is not str:
+            raise ValueError(f"backend {backend!r}")
         return cls(
             specs if space is None else tuple(map(space.check, specs)),
             described["accuracy"],
@@ -122,6 +127,7 @@ class EngineConfig:
             sample=sample_from_json(described["sample"]),
             padding=dict(padding) if isinstance(padding, list) else padding,
             allow_uncalibrated=allow,
+            backend=backend,
         )._with_numbers()
 
 

@@ -20,13 +20,15 @@ from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.compiler import Compiler
-from subnetact.engine.config import EngineConfig, check_weights, percentage
+from subnetact.engine.config import FUSED, VIEWS, EngineConfig, check_weights, percentage
 from subnetact.engine.cuda_graphs import Graphs, graph_backend
+from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.fusion_plan import PinResult, Plan
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
 from subnetact.engine.outputs import unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.engine.runtime_program import RUNTIMES, require_runtime
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
 from subnetact.files.documents import StrPath
@@ -76,15 +78,18 @@ class Engine:
             else of padded inputs, because nothing such as a mask tells it of the padding, is refused; with
             `check=False`, such answers are accepted. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
-        memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table; 0
+        memory_budget_mb: MiB that programs and graphs may take beyond the weights and the norm table; 0
             means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
             is for them. Not included is what packing and running need temporarily.
         accuracy: accuracy per subnet in percent, or None for a subnet whose accuracy is not known. Bundles
             keep these figures.
         allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.
-        fuse: whether subnets may become fused programs. If False, only graphs use the budget.
-        compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
-            becoming a fused program. If None, nothing is compiled.
+        backend: what runs the subnets. With `fused`, those that gain from it are fused programs. With
+            `openvino` or `onnxruntime` (`pip install 'subnetact[openvino]'`), all that the budget has room
+            for run there, by way of ONNX, if their outputs equal those of their views; each takes a few
+            seconds to make, once more after its weights have changed, and the bytes of its weights in the
+            budget. With `views`, none; only graphs use the budget. With a backend of torch.compile, for
+            example `inductor`, every subnet is compiled.
         check: whether to run `supernet.check` on every example, once per supernet and shape (about two
             forward passes per corner of the space), to refuse outputs that a `Batcher` could not split
             into samples, and to compare the largest subnet on a short example alone and padded to a longer
@@ -101,10 +106,11 @@ class Engine:
 
     Raises:
         DeviceError: torch cannot use the device.
-        EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
-            weights are on the meta device or not dense, the output cannot be split into samples, or padding
-            changes answers.
+        EngineError: the budget is no number, negative or infinite, there is no such backend, or not on this
+            device, weights are on the meta device or not dense, the output cannot be split into samples, or
+            padding changes answers.
         InvalidRequest: a subnet does not run on the example.
+        MissingExtra: the packages of the backend are not installed.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
@@ -133,8 +139,7 @@ class Engine:
         memory_budget_mb: float | None = None,
         accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
-        fuse: bool = True,
-        compile: str | None = None,
+        backend: str = FUSED,
         check: bool = True,
     ) -> None:
         config = EngineConfig(
@@ -145,8 +150,7 @@ class Engine:
             allow_uncalibrated=allow_uncalibrated,
             device=device,
             memory_budget_mb=memory_budget_mb,
-            fuse=fuse,
-            compile=compile,
+            backend=backend,
         )
         self._open(supernet, config, check)
         if check and padding is not None:
@@ -200,23 +204,28 @@ class Engine:
         self._changing, self._rebinding = new_lock(RLock), new_lock()
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
-        self._compiler = None if config.compile is None else Compiler(config.compile)
+        name = config.backend
+        self._compiler = None if name in (FUSED, VIEWS, *RUNTIMES) else Compiler(name)
+        if name in tuple(RUNTIMES):
+            require_runtime(name, self.device)
         backend = graph_backend(self.device)
         for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
         programs = Budget(self._budget - for_graphs)
-        self._plan = Plan(supernet, programs, self._bound, lambda: self._shapes.sample, self._never_fuses())
+        self._plan = Plan(
+            supernet, programs, self._bound, lambda: self._shapes.samples, self._never_fuses(), name
+        )
         if check is not None:
             self._try_samples(check)
         self.follow(config)
 
     def _never_fuses(self) -> str:
         """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""
-        if self._config.compile is not None:
-            return "the engine compiles its subnets instead (compile=)"
+        if self._compiler is not None:
+            return f"the engine compiles its subnets instead (backend={self._config.backend!r})"
         if not self._budget:
             return "the engine has no memory budget; give memory_budget_mb="
-        return "" if self._config.fuse else "the engine was made with fuse=False"
+        return "the engine was made with backend='views'" if self._config.backend == VIEWS else ""
 
     def _try_samples(self, check: bool) -> None:
         space, specs, rows = self.supernet.space, self._config.served, list[Any]()
@@ -488,10 +497,10 @@ class Engine:
         planned = None if casts else self._plan.program(ready, bound)
         if planned is None:
             bound, blocks = self._blocks.of_view(ready.spec)
-        elif planned.program.refused(batch):
-            blocks = [planned]
-        else:
+        elif isinstance(planned.program, FusedProgram) and not planned.program.refused(batch):
             blocks = self._blocks.of_program(planned.program)
+        else:
+            blocks = [planned]
         graphs = self._graphs
         if graphs is None or casts or len(blocks) == 1:
             return blocks
@@ -545,7 +554,7 @@ class Engine:
 
         Returns:
             Whether the subnet is a fused program now. If it is not, it is not pinned either, and the result's
-            `reason` says why: the engine has no budget, `fuse=False` or `compile=...`, the program does not
+            `reason` says why: the engine has no budget or a backend without programs, the program does not
             fit in the budget beside those that were pinned before, or the network cannot be fused.
 
         Raises:
@@ -577,13 +586,20 @@ class Engine:
         return self._plan.pinned
 
     def is_fused(self, subnet: int) -> bool:
-        """Tell whether a `subnet` runs as a fused program. `stats().unfused` says why others do not."""
+        """Tell whether a `subnet` runs as a program of its own, with packed weights. `stats().unfused` says
+        why others do not.
+        """
         return type(subnet) is int and subnet in self._plan
 
     def mode_of(self, subnet: int) -> str:
-        """Return how a `subnet` runs: `compile`, `fused`, `graphs` (its view's, of CUDA) or `zero-copy`."""
+        """Return how a `subnet` runs.
+
+        As a program, it is `compile`, `fused`, `openvino` or `onnxruntime`; as a view, `graphs` (of CUDA) or
+        `zero-copy`.
+        """
         unfused = "zero-copy" if self._graphs is None else "graphs"
-        return "compile" if self._compiler is not None else "fused" if self.is_fused(subnet) else unfused
+        planned = self._config.backend if self.is_fused(subnet) else unfused
+        return planned if self._compiler is None else "compile"
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), ids: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
@@ -757,18 +773,20 @@ class Engine:
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound, single = self._bound(subnet), isinstance(x, Tensor)
         call: Any
-        casts = self._casts()
+        casts, planned = self._casts(), None
         if self._compiler is None:
             view = bound.view if single else partial(call_with, bound.view)
-            call = view if casts else self._plan.program(subnet, bound) or view
+            planned = None if casts else self._plan.program(subnet, bound)
+            call = planned or view
         elif single:
             call = self._compiler.of(subnet.id, bound)
         else:
             raise InvalidRequest(
-                f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out compile="
+                f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out backend="
             )
         with torch.inference_mode():
-            x = laid_out(x) if single else as_batch(x)
+            if not planned or not planned.program.plain:
+                x = laid_out(x) if single else as_batch(x)
             output = call(x) if self._graphs is None or casts else self._graphs.run(subnet.id, bound, call, x)
         if not self._shapes.samples:
             with self._changing:

@@ -49,6 +49,7 @@ class FusedProgram:
 
     def __init__(self, view: nn.Module, probe: Any = None, traced: bool = True) -> None:
         self.graph: fx.Graph | None = None
+        self.plain = False
         self.values: dict[str, Any] = {}
         self.paths: dict[str, str] = {}  # for layers that the network lacks, one that they stand for
         self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here

@@ -1,14 +1,15 @@
-"""Plan: which subnets are fused.
+"""Plan: which subnets run as programs of their own: fused ones, or those of another runtime (`backend=`).
 
 The plan is made with the engine, or by the first batch if the engine was given no example, and made again
 when subnets are registered, removed, pinned or unpinned, and by `prepare`. Nothing else adds to it: neither
 how often a subnet is used nor how long a call takes. It goes through the subnets in order: the pinned ones
 first, in the order in which they were pinned, and then the others in the order of their ids. A subnet becomes
-a fused program if
+a program if
 
-0. something may be fused at all: not with `compile=`, with `fuse=False` or with a budget of 0, and not before
-   an example is known; and the subnet is at float32 or int8;
-1. it is pinned, or `slower_because` knows no reason why its program would be slower here than its view;
+0. something may be a program at all: not with a backend of torch.compile, with `backend="views"` or with a
+   budget of 0, and not before an example is known; and the subnet is at float32 or int8;
+1. it is pinned, or another runtime was asked for, or `slower_because` knows no reason why a fused program
+   would be slower here than its view;
 2. its program fits in what is left of the memory budget (`memory_budget_mb=`; by default 1.25 times the
    weights, at most 1 GiB: `budget.py`), of which CUDA graphs have one half on CUDA devices. Programs grow
    with new shapes of inputs, which the next plan counts; and
@@ -30,25 +31,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact.comparison import FUSED, equal, is_as_near
+from subnetact.comparison import FUSED as TOLERANCE
+from subnetact.comparison import equal, is_as_near
 from subnetact.device import raise_if_out_of_memory, ran_out_of_memory
 from subnetact.engine.budget import Budget
+from subnetact.engine.config import FUSED
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.engine.runtime_program import RuntimeProgram
 from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.files.fork import new_lock
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.check import SHOW_AFTER_S
 from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
@@ -94,9 +98,9 @@ class PinResult:
 
 @dataclass(frozen=True, eq=False)
 class PlannedProgram:
-    """A fused program, what it was made of, and when. `holder` is whose bytes the budget counts."""
+    """A program, what it was made of, and when. `holder` is whose bytes the budget counts."""
 
-    program: FusedProgram
+    program: Program
     bound: Bound
     moment: Any
     sums: Sequence[int]
@@ -109,11 +113,12 @@ class PlannedProgram:
     def __call__(self, x: Any) -> Any:
         """Run a batch; the view answers samples that the program would answer wrongly, and no others."""
         view = self.bound.view
-        if isinstance(x, Tensor) and not x.numel():
-            return view(x)
+        if not all(part.numel() for part in tensors_of(x)):
+            return call_with(view, x)
         refused = self.program.refused(x)
         if not refused:
             return self.program(x)
+        x = laid_out(x)
         if len(refused) < len(x):
             at = torch.tensor(refused)
             answers = self.program(x.index_fill(0, at, 0))  # of the same size, on which rounding may depend
@@ -121,6 +126,25 @@ class PlannedProgram:
             if answers.shape[:1] == x.shape[:1]:
                 return answers.index_copy(0, at, view(laid_out(x[at])))
         return view(x)
+
+
+class Program(Protocol):
+    """A subnet with weights of its own. If it is `plain`, it does not want images in channels_last."""
+
+    plain: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that belong to this program alone."""
+
+    def __call__(self, x: Any) -> Any:
+        """Run a batch."""
+
+    def refused(self, x: Any) -> list[int]:
+        """Return the positions of the samples that the view has to answer."""
+
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Bound the memory of further input shapes: `reserve` is asked whether it may take so many bytes."""
 
 
 class _Reason(NamedTuple):
@@ -132,13 +156,14 @@ class _Reason(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The plan of one engine. `never` says why nothing is fused at all; it is empty if something may be."""
+    """The plan of one engine. `never` says why there are no programs at all; it is empty if there may be."""
 
     _supernet: Supernet
     budget: Budget
     _bind: Callable[[ReadySubnet], Bound]
-    _sample: Callable[[], Any]
+    _samples: Callable[[], Sequence[Any]]
     never: str
+    backend: str = FUSED
     pinned: tuple[int, ...] = ()
     _making: Any = field(default_factory=new_lock)
     _programs: dict[int, PlannedProgram | None] = field(default_factory=dict)  # None: made by the next call
@@ -183,13 +208,19 @@ class Plan:
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""
-        if self.never or self._sample() is None:
+        if self.never or not self._samples():
             return
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
             progress = any(i not in self._programs and i not in self._reasons for i in order)
-            bar = tqdm(order, "fused programs", delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
+            bar = tqdm(
+                order,
+                f"{self.backend} programs",
+                delay=SHOW_AFTER_S,
+                leave=False,
+                disable=not progress or None,
+            )
             for place, i in enumerate(bar):
                 left -= self._decide(served[i], left, order[:place:-1])
 
@@ -245,7 +276,7 @@ class Plan:
             return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
             view = self._bind(subnet).view
-            self._slower[i] = slower_because(view, self._supernet.device)
+            self._slower[i] = slower_because(view, self._supernet.device) if self.backend == FUSED else ""
             packed: Any = (m for m in view.modules() if isinstance(m, nn.Conv2d) or can_pack_linear(m))
             self._sizes[i] = 4 * sum(int(m.weight.numel()) for m in packed)  # about the bytes of its program
         if self._slower[i] and i not in self.pinned:
@@ -285,7 +316,7 @@ class Plan:
                 return None
             why, moment = "its forward changes its own buffers", bound.moment()
         if why:
-            _log.log(self._level, "%s runs as a view, not as a fused program: %s", subnet, why)
+            _log.log(self._level, "%s runs as a view, not as a %s program: %s", subnet, self.backend, why)
             self._level = logging.DEBUG
             return _Reason(why, moment)
         self._sizes[subnet.id] = program.nbytes
@@ -295,36 +326,40 @@ class Plan:
         program.limit(partial(self.budget.take, holder, grow=True))
         return PlannedProgram(program, bound, moment, sums, holder)
 
-    def _checked(self, spec: SubnetSpec, bound: Bound) -> FusedProgram:
+    def _checked(self, spec: SubnetSpec, bound: Bound) -> Program:
         """Make a program whose outputs for two inputs are those of the view."""
         x, causes = self._probe(), list[Exception]()
-        for traced in (True, False) if isinstance(x, Tensor) else (False,):
+        ways: list[Callable[[nn.Module, Any], Program]] = [FusedProgram] if isinstance(x, Tensor) else []
+        ways.append(partial(FusedProgram, traced=False))
+        if self.backend != FUSED:
+            ways = [partial(RuntimeProgram, runtime=self.backend, samples=self._samples())]
+        for way in ways:
             view, statistics_row = self._supernet.private_view(spec)
             if not bound.current or statistics_row is not bound.statistics_row:
                 raise ValueError("its weights or statistics were replaced")
             with outside_modes(), torch.inference_mode():
                 program = None
                 try:
-                    program = FusedProgram(view, x, traced)
+                    program = way(view, x)
                     if not self._outputs_are_equal(program, bound.view, x, spec):
-                        raise ValueError("the outputs of the fused program differ from those of the view")
+                        raise ValueError(f"the outputs of the {self.backend} program differ from the view's")
                     return program
                 except Exception as error:  # The first one says why the network cannot be traced.
                     raise_if_out_of_memory(error)
                     causes.insert(len(causes) if program is None else 0, error)
         raise causes[0]
 
-    def _outputs_are_equal(self, program: FusedProgram, view: nn.Module, x: Any, spec: SubnetSpec) -> bool:
+    def _outputs_are_equal(self, program: Program, view: nn.Module, x: Any, spec: SubnetSpec) -> bool:
         output, expected = program(x), call_with(view, x)
         if spec.precision == FLOAT32:
-            return equal(output, expected, FUSED)
+            return equal(output, expected, TOLERANCE)
         # A number may round to another int8 number than in the view, and float32 is between the two.
         exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
         return is_as_near(output, expected, call_with(exact, x))
 
     def _probe(self) -> Any:
         """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""
-        sample, device = self._sample(), self._supernet.device
+        sample, device = self._samples()[-1], self._supernet.device
         if isinstance(sample, Tensor) and sample.is_floating_point():
             return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)

@@ -16,8 +16,10 @@ from tqdm import tqdm
 
 from subnetact.device import find_device
 from subnetact.engine.config import EngineConfig
+from subnetact.engine.input_axes import InputAxes
 from subnetact.engine.inputs import Stager, first_of, shapes
 from subnetact.engine.outputs import unstack
+from subnetact.engine.subnet_program import quiet
 from subnetact.errors import (
     DeviceError,
     ExportError,
@@ -26,10 +28,9 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
-from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import PROGRAM_WEIGHTS
 from subnetact.export.pt2 import FACTS, PT2, archive_tools, capability
-from subnetact.export.subnet_program import export_format, quiet, subnet_name
+from subnetact.export.subnet_program import export_format, subnet_name
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import StrPath
 from subnetact.operators.kernel_table import require_precision

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from subnetact.device import machine
 from subnetact.engine.engine import Engine
-from subnetact.errors import MissingExtra
-from subnetact.export.subnet_program import bar, export_format, quiet, subnet_name, subnet_programs
+from subnetact.engine.onnx_graph import onnx_graph, require_onnx
+from subnetact.engine.subnet_program import quiet
+from subnetact.export.subnet_program import bar, export_format, subnet_name, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with
 
 ABOUT_ALL = "fingerprint", "inputs", "torch", "machine"
 """The facts of an export that every file has, too."""
@@ -71,53 +64,17 @@ def to_onnx(
         >>> session.get_modelmeta().custom_metadata_map["subnetact.accuracy"]
         '97.5'
     """
-    missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
-    if missing:
-        raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
+    require_onnx()
     here = machine(engine.device)
     facts, axes, programs, _ = subnet_programs(engine, subnets, "onnx", device="cpu", machine=here)
     with export_format().writing(directory, facts) as folder:
         for i, subnet in enumerate(bar(programs, progress)):
-            program = subnet.traced(axes)
-            traced = program.module()
-            subnet.require_equal(traced, "torch.export")
-            inputs = _names("input", subnet.x)
-            with quiet(), subnet.blamed("torch.onnx"):
-                made: Any = torch.onnx.export(
-                    program,
-                    (),
-                    input_names=inputs,
-                    dynamic_shapes=dict(zip(inputs, axes.dims(), strict=True)),  # what axes are called
-                    output_names=_names("output", call_with(traced, subnet.x)),
-                    dynamo=True,
-                    verbose=False,
-                    custom_translation_table=_translations(),
-                )
-                about = {"subnet": facts["subnets"][i], "accuracy": facts["accuracy"][i]}
-                about |= {key: facts[key] for key in ABOUT_ALL}
-                made.model.metadata_props.update(
-                    {f"subnetact.{key}": json.dumps(fact) for key, fact in about.items()}
-                )
+            made = onnx_graph(subnet, axes)
+            about = {"subnet": facts["subnets"][i], "accuracy": facts["accuracy"][i]}
+            about |= {key: facts[key] for key in ABOUT_ALL}
+            made.model.metadata_props.update(
+                {f"subnetact.{key}": json.dumps(fact) for key, fact in about.items()}
+            )
+            with quiet():
                 made.save(folder / f"{subnet_name(i)}.onnx")
     return Path(directory)
-
-
-def _translations() -> dict[Any, Any]:
-    """Return how the operators of int8 subnets are written: dynamically quantised, without a zero point."""
-    opset = import_module("onnxscript").opset18
-
-    def int_mm(a: Any, b: Any) -> Any:
-        return opset.MatMulInteger(a, b)
-
-    return {torch.ops.aten._int_mm.default: int_mm}
-
-
-def _names(kind: str, value: Any) -> list[str]:
-    """Return the names of the tensors of an input or an output: its keys, or numbers behind its `kind`."""
-    if isinstance(value, Tensor):
-        return [kind]
-    keys = value if isinstance(value, Mapping) and (kind == "input" or "input" not in value) else {}
-    if keys and all(isinstance(part, Tensor) for part in keys.values()):
-        return [str(name) for name in keys]
-    tensors = [part for part in tree_leaves(value) if isinstance(part, Tensor)]
-    return [f"{kind}_{i}" for i in range(len(tensors))]

@@ -10,15 +10,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from subnetact.engine.engine import Engine
+from subnetact.engine.subnet_program import SubnetProgram, quiet
 from subnetact.errors import ExportError
-from subnetact.export.subnet_program import (
-    SubnetProgram,
-    bar,
-    export_format,
-    quiet,
-    subnet_name,
-    subnet_programs,
-)
+from subnetact.export.subnet_program import bar, export_format, subnet_name, subnet_programs
 from subnetact.files.documents import StrPath
 from subnetact.spec import SubnetSpec
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
+from subnetact.engine.input_axes import InputAxes
+from subnetact.engine.subnet_program import SubnetProgram, quiet
 from subnetact.errors import ExportError
-from subnetact.export.input_axes import InputAxes
 from subnetact.export.programs import tensors_by_name
-from subnetact.export.subnet_program import SubnetProgram, bar, quiet, subnet_name, subnet_programs
+from subnetact.export.subnet_program import bar, subnet_name, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.spec import SubnetSpec

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from subnetact.device import machine
 from subnetact.engine.engine import Engine
+from subnetact.engine.subnet_program import quiet
 from subnetact.errors import ExportError
 from subnetact.export.elastic_graph import record_network
 from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
-from subnetact.export.subnet_program import bar, chosen_specs, quiet, subnet_programs
+from subnetact.export.subnet_program import bar, chosen_specs, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import StrPath
 from subnetact.latency.origin import require_measured_on, require_program

@@ -527,7 +527,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if module._compiled_call_impl is not None:
         return (
             "is compiled in place, by compile(); give a model that is not compiled, and compile its subnets "
-            "instead: Engine(..., compile='inductor')"
+            "instead: Engine(..., backend='inductor')"
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
         return "has no weights yet; run the model once, so that its sizes are known"

@@ -130,10 +130,10 @@ class LatencyTable:
     def modes(self) -> tuple[str, ...]:
         """How each subnet ran while it was measured, "fused" for example; () if the table does not say."""
         stamp, fused = self.stamp, self.statistics.get("fused")
-        mode = "compile" if stamp.get("compile") else stamp.get("mode")
+        mode, backend = stamp.get("mode"), str(stamp.get("backend", "fused"))
         if mode == AS_SERVED and fused is not None:
             unfused = str(stamp.get("unfused", "zero-copy"))
-            return tuple("fused" if (row == 1).any() else unfused for row in fused)
+            return tuple(backend if (row == 1).any() else unfused for row in fused)
         program = stamp.get("program", "engine")
         return tuple(str(mode if program == "engine" else program) for _ in self.subnets if mode)
 

@@ -13,23 +13,31 @@ import torch
 
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like
+from subnetact.engine.runtime_program import RUNTIMES
 from subnetact.errors import DeviceError, TableError
 from subnetact.latency.table import AS_SERVED
 from subnetact.supernet.batches import call_with, map_tensors
 
-MODES = ("zero-copy", "fused", "graphs", "compile", "view", "extract")
-"""How a subnet is run: by an engine in one of four ways, or as an ordinary module, which shares the
+BACKENDS = {
+    "zero-copy": "views",
+    "fused": "fused",
+    "graphs": "views",
+    "compile": "inductor",
+    "openvino": "openvino",
+    "onnxruntime": "onnxruntime",
+}
+BESIDE = ("view", "extract")
+MODES = (*BACKENDS, *BESIDE)
+"""How a subnet is run: by an engine with one of these backends, or as an ordinary module, which shares the
 supernet's weights (view) or has its own (extract)."""
-BESIDE = MODES[4:]
 INCLUDES = ("h2d",)
 
 
 def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
     """Return the arguments of an `Engine` that runs its subnets in one mode."""
     return {
-        "memory_budget_mb": memory_budget_mb if mode in ("fused", "graphs") else 0.0,
-        "fuse": mode == "fused",
-        "compile": "inductor" if mode == "compile" else None,
+        "memory_budget_mb": 0.0 if mode in ("zero-copy", "compile", *BESIDE) else memory_budget_mb,
+        "backend": BACKENDS.get(mode, "views"),
     }
 
 
@@ -106,9 +114,9 @@ class TimedRunner:
         if mode == AS_SERVED and isinstance(engine, Engine):
             modes = {engine.mode_of(i) for i in engine.ids}
             fused = [i for i in engine.ids if engine.is_fused(i)]
-            unfused = min(modes - {"fused"}, default=None)
+            unfused = min(modes - {engine.config.backend}, default=None)
             self.facts |= {"mode": modes.pop()} if len(modes) == 1 else {"fused": fused, "unfused": unfused}
-            self.facts |= {"compile": engine.config.compile, "prepared": list(engine.config.prepared)}
+            self.facts |= {"backend": engine.config.backend, "prepared": list(engine.config.prepared)}
         self.sample = engine.sample if sample is None else sample
         self._inputs: dict[int, Any] = {}
         self._modules: dict[int, Any] = {}
@@ -126,7 +134,7 @@ class TimedRunner:
             run = partial(call_with, self._modules[subnet])
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
-        if self.mode == "fused":
+        if self.mode in ("fused", *RUNTIMES):
             self._pin(subnet)
         with torch.inference_mode():
             if self.facts["include_h2d"]:
@@ -144,6 +152,6 @@ class TimedRunner:
             pinned = self.engine.pin(subnet)
         if not pinned:
             raise TableError(
-                f"mode 'fused': subnet {self.engine.keys[subnet]} is no fused program: {pinned.reason}; "
+                f"mode {self.mode!r}: subnet {self.engine.keys[subnet]} runs as a view: {pinned.reason}; "
                 "give more with --memory-budget-mb, or choose another mode"
             )

@@ -156,7 +156,7 @@ class EagerGraphs:
 def test_graphs_are_captured_per_block(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = EagerGraphs()
     monkeypatch.setattr("subnetact.engine.engine.graph_backend", lambda _: backend)
-    engine = digits_engine(2, memory_budget_mb=256.0, fuse=False)
+    engine = digits_engine(2, memory_budget_mb=256.0, backend="views")
     for _ in range(2):
         assert torch.allclose(through(engine, 0, x), engine(x, 0), rtol=0, atol=5e-5)
     assert backend.captured == engine.start(0, list(x), 5).blocks + 1  # and the whole subnet once

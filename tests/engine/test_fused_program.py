@@ -250,8 +250,8 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_nothing_is_printed(
     views = subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=0)
     assert "memory_budget_mb" in views.pin(0).reason
     assert (
-        "fuse=False"
-        in subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=64, fuse=False).pin(0).reason
+        "backend='views'"
+        in subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=64, backend="views").pin(0).reason
     )
     assert capfd.readouterr().err == ""
 

@@ -123,7 +123,7 @@ def test_a_network_that_changes_its_own_buffers_is_captured_once_and_runs_eagerl
 
 def test_graphs_are_used_without_programs(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder, fuse=False)
+    engine = engine_of(digits, memory_budget_mb=16, recorder=recorder, backend="views")
     for _ in range(2):
         close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
     assert (recorder.sizes, recorder.replays) == ([4], 2)
@@ -219,7 +219,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
     torch._dynamo.register_backend(counting, name="subnetact_counting")
     specs = list(space.enumerate())
     subnetact.calibrate(supernet, specs, [X], progress=False)
-    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], compile="subnetact_counting")
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], backend="subnetact_counting")
     assert len(specs) > torch._dynamo.config.recompile_limit
     engine.prepare([2, 1])
     assert len(built) == 2 * len(specs)
@@ -268,12 +268,12 @@ def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -
     )
     spec, x, recorder = space.smallest(), torch.randn(2, 4, 9, 9), Recorder()
     with captured_by(recorder):
-        engine = subnetact.Engine(supernet.eval(), [spec], example=x[:1], compile="eager", memory_budget_mb=1)
+        engine = subnetact.Engine(supernet.eval(), [spec], example=x[:1], backend="eager", memory_budget_mb=1)
     engine.prepare([2])
     for _ in range(3):
         close(engine(x, subnet=0), supernet(x, subnet=spec))
     assert recorder.sizes == [2]
-    bare = subnetact.Engine(supernet, [spec], example=x[:1], compile="eager")
+    bare = subnetact.Engine(supernet, [spec], example=x[:1], backend="eager")
     bare.prepare([2])
     with torch.no_grad():
         supernet.network.conv.weight.mul_(3.0)
@@ -285,5 +285,5 @@ def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -
 def test_arguments_that_cannot_be_are_refused(digits: Supernet, wrong: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match=r"memory_budget_mb: .* must be a number of MiB"):
         engine_of(digits, **wrong)
-    with pytest.raises(EngineError, match=r"no backend 'nonsense'; choose from .*inductor"):
-        engine_of(digits, compile="nonsense")
+    with pytest.raises(EngineError, match=r"there is no 'nonsense' here; choose from .*inductor"):
+        engine_of(digits, backend="nonsense")

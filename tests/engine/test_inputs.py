@@ -163,7 +163,7 @@ def test_what_cannot_run_is_refused_by_name(x: Any, example: Any, match: str) ->
 def test_a_lack_of_memory_says_nothing_about_an_input(
     digits: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"allow_uncalibrated": True, "example": IMAGE[None], "fuse": False}
+    options: dict[str, Any] = {"allow_uncalibrated": True, "example": IMAGE[None], "backend": "views"}
     engine = subnetact.Engine(digits, [digits.space.smallest()], **options)
 
     def short(network: Any, x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_a_text_network_is_served_with_its_named_inputs(bert: Supernet, form: st
 
 def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None], compile="eager")
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE[None], backend="eager")
     engine.prepare([4])
     samples = list(torch.randn(3, 1, 16, 16))
     outputs = engine.run(0, samples, batch_size=4)

@@ -181,7 +181,7 @@ def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) 
         LatencyTableWarning, match=r"of 4 subnets were measured zero-copy, which run fused.*as serv"
     ):
         subnetact.Batcher(engine, table=subnetact.profile_latency(engine, [1], **quick), slo_ms=500).close()
-    views = subnetact.Engine(digits, engine.specs, example=EXAMPLE[None], fuse=False)
+    views = subnetact.Engine(digits, engine.specs, example=EXAMPLE[None], backend="views")
     for mode, of in (("as served", engine), (None, views)):
         table = subnetact.profile_latency(engine, [1], **quick, mode=mode)
         subnetact.Batcher(of, table=table, slo_ms=500).close()  # warnings are errors

@@ -204,7 +204,7 @@ def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str
         for i, spec in enumerate(specs):
             with runner.prepared(i, batch_size) as call:
                 output = call()
-                assert engine.is_fused(i) == (mode == "fused")
+                assert engine.is_fused(i) == (mode in ("fused", "openvino", "onnxruntime"))
             torch.testing.assert_close(output, supernet(x, subnet=spec), rtol=1e-3, atol=1e-4)
 
 
@@ -224,7 +224,7 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
     assert again.latency_ms.tolist() == first.latency_ms.tolist()
     with pytest.raises(ResumeMismatch, match="min_time_ms was 1, is 2"):
         subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
-    views = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None], fuse=False)
+    views = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None], backend="views")
     with pytest.raises(ResumeMismatch, match="mode was 'fused', is 'zero-copy'"):
         subnetact.profile_latency(views, [1, 2], resume=path, **quick)
     with torch.no_grad():

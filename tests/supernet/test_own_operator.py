@@ -123,7 +123,7 @@ def test_weights_that_another_module_reads_follow_too() -> None:
     torch.testing.assert_close(view(X), 2 * expected(supernet), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"memory_budget_mb": 0}, {"memory_budget_mb": 4}, {"compile": "eager"}])
+@pytest.mark.parametrize("options", [{"memory_budget_mb": 0}, {"memory_budget_mb": 4}, {"backend": "eager"}])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_engines_follow_in_every_mode(options: dict) -> None:
     supernet = interleaved(nn.Sequential(nn.Conv2d(6, 8, 1), nn.ReLU()), "0")
