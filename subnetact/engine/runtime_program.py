@@ -7,13 +7,16 @@ room for another copy, one of them runs all shapes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from threading import local
 from typing import Any, NamedTuple, TypeAlias
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +102,9 @@ class RuntimeProgram:
         axes = InputAxes(samples)
         model = onnx_graph(SubnetProgram(runtime, view, x, tuple(smaller)), axes)
         self._limits = axes.limits
-        self._folder = TemporaryDirectory(prefix="subnetact-")
-        self._path = Path(self._folder.name) / "subnet.onnx"
+        folder = mkdtemp(prefix="subnetact-")
+        finalize(self, _remove, folder, os.getpid())
+        self._path = Path(folder) / "subnet.onnx"
         model.save(self._path, external_data=False)
         self._weights = self._path.stat().st_size
         leaves, self._structure = tree_flatten(call_with(view, x))
@@ -128,7 +132,8 @@ class RuntimeProgram:
 
     def refused(self, x: Any) -> list[int]:
         """Return the positions of the samples that the runtime would not answer as the view does."""
-        return strange_samples(x) if self._swallows_nan and x.is_floating_point() else []
+        checked = self._swallows_nan and isinstance(x, Tensor) and x.is_floating_point()
+        return strange_samples(x) if checked else []
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Ask `reserve` for the bytes of every further shape; what ran before is forgotten."""
@@ -155,6 +160,12 @@ class RuntimeProgram:
             run = self._open(str(self._path), threads, shapes, sizes)
             self._sessions = {**self._sessions, shapes: run}
             return run
+
+
+def _remove(folder: str, process: int) -> None:
+    """Remove the folder of a program that is gone, unless it is of the process that this one is a copy of."""
+    if os.getpid() == process:
+        rmtree(folder, ignore_errors=True)
 
 
 def _is_within(part: Any, limits: Sequence[tuple[str, int, int]]) -> bool:
