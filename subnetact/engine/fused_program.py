@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.device import raise_if_out_of_memory
-from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
+from subnetact.engine.sliced_conv import SlicedConv
 from subnetact.operators.layer_traits import is_batch_norm, is_layer, runs_as, traits_of
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.operation_traits import OperationTraits, operation_of
@@ -45,9 +45,12 @@ class _Overwriting(nn.Module):
 
 
 class FusedProgram:
-    """One subnet with packed weights, made of a `view` of its own; not `traced`, it is the view itself."""
+    """One subnet with packed weights, made of a `view` of its own; not `traced`, it is the view itself.
 
-    def __init__(self, view: nn.Module, probe: Any = None, traced: bool = True) -> None:
+    If it is not `packed`, it holds no weights: its convolutions read their slices in every call.
+    """
+
+    def __init__(self, view: nn.Module, probe: Any = None, traced: bool = True, packed: bool = True) -> None:
         self.graph: fx.Graph | None = None
         self.plain = False
         self.values: dict[str, Any] = {}
@@ -55,13 +58,11 @@ class FusedProgram:
         self.blocks: list[Callable[[Any], Any]] | None = None  # `blocks.py` keeps the parts of the graph here
         self.forward: Callable[..., Any] = view
         if traced:
-            self.graph = self._fused(view, probe)
+            self.graph = self._fused(view, probe, packed)
             self.forward = graph_function(self.graph, self.values)
-            packed = list(self.values.values())
-        else:
-            packed = pack_linears_(use_fast_convs_(view))
-        self._convs = [layer for layer in packed if isinstance(layer, PackedConv)]
-        self._linears = [layer for layer in packed if isinstance(layer, PackedLinear)]
+        layers = list(self.values.values()) if traced else pack_linears_(view)
+        self._convs = [layer for layer in layers if isinstance(layer, PackedConv)]
+        self._linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
         self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
@@ -84,7 +85,7 @@ class FusedProgram:
         for conv in self._convs:
             conv.limit(reserve)
 
-    def _fused(self, view: nn.Module, probe: Any) -> fx.Graph:
+    def _fused(self, view: nn.Module, probe: Any, packed: bool) -> fx.Graph:
         graph, self.values = _traced(view)
         # oneDNN's ReLU and hardtanh turn NaN into a number, so finite values must not become NaN before them.
         merge = stays_finite(graph, self.values) and not overflows(view, probe)
@@ -93,15 +94,19 @@ class FusedProgram:
             if node.op == "call_module" and len(node.args) == 1:
                 conv = self.values[str(node.target)]
                 if (plain_conv(conv) or (merge and runs_at_int8(conv))) and not has_hooks(conv):
-                    self._fuse_conv(graph, node, order, merge)
-        self._pack_linears(graph)
+                    kind = Int8Conv if isinstance(conv, LowConv) else PackedConv if packed else SlicedConv
+                    self._fuse_conv(graph, node, order, merge, kind)
+        if packed:
+            self._pack_linears(graph)
         _erase_unused(graph)
         self._overwrite_added(graph)
         used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
         self.values = {name: value for name, value in self.values.items() if name in used}
         return graph
 
-    def _fuse_conv(self, graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], merge: bool) -> None:
+    def _fuse_conv(
+        self, graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], merge: bool, kind: type[PackedConv]
+    ) -> None:
         """Replace a convolution, and the operations that alone use its output, by one node."""
         conv, chain = self.values[str(node.target)], [node]
         norm = self._norm(_only_user(node))
@@ -124,7 +129,6 @@ class FusedProgram:
         chain[-1].replace_all_uses_with(fused)
         for done in reversed(chain):
             graph.erase_node(done)
-        kind = Int8Conv if isinstance(conv, LowConv) else PackedConv
         self.values[name] = kind(conv, norm, activation, merge)
         self.paths[name] = str(node.target)
 

@@ -15,7 +15,8 @@ a program if
    with new shapes of inputs, which the next plan counts; and
 3. its program can be made and gives the outputs of the view, for two inputs.
 
-The others run as views. `Engine.stats().unfused` says why, one line per subnet.
+`Engine.stats().unfused` says of the others why, one line per subnet. They run as views; on CPUs, the next
+call makes of those with convolutions at float32 a program without weights, which packs slices in every call.
 
 After weights or statistics have changed, the next call of a planned subnet makes its program again. The plan
 stays as it is, unless the new program cannot be made or no longer gives the outputs of the view; the subnet
@@ -44,9 +45,10 @@ from subnetact.engine.budget import Budget
 from subnetact.engine.config import FUSED
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.inputs import batch_like, laid_out
+from subnetact.engine.packed_conv import can_pack, plain_conv
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
-from subnetact.engine.runtime_program import RuntimeProgram
+from subnetact.engine.runtime_program import RUNTIMES, RuntimeProgram
 from subnetact.errors import StaleWeights, SubnetActError, first_line
 from subnetact.files.fork import new_lock
 from subnetact.operators.lowered_weight import LowConv
@@ -169,15 +171,17 @@ class Plan:
     _programs: dict[int, PlannedProgram | None] = field(default_factory=dict)  # None: made by the next call
     _reasons: dict[int, _Reason] = field(default_factory=dict)
     _slower: dict[int, str] = field(default_factory=dict)  # what `slower_because` said
+    _unpacked: set[int] = field(default_factory=set)  # whose programs read their slices in every call
+    _views: dict[int, Any] = field(default_factory=dict)  # the moments for which that failed
     _sizes: dict[int, int] = field(default_factory=dict)  # bytes of programs, estimated until they were made
     _level: int = logging.WARNING  # of the first failure
 
     def __contains__(self, subnet: int) -> bool:
-        return subnet in self._programs
+        return subnet in self._programs and subnet not in self._unpacked
 
     def reason(self, subnet: int) -> str:
         """Return why a subnet runs as a view, in one line; "" if it is fused."""
-        if subnet in self._programs:
+        if subnet in self:
             return ""
         unknown = _Reason("the engine has seen no input yet; give it example=")
         return self.never or self._reasons.get(subnet, unknown).text
@@ -200,15 +204,19 @@ class Plan:
                 if isinstance(made, PlannedProgram):
                     self._programs[subnet.id] = made
                     return made
-                if made is not None and made.moment is not None:
+                if made is not None and made.moment is not None and subnet.id in self:
                     self._leave_out(subnet.id, made)
+                elif made is not None and made.moment is not None:
+                    self._unpacked.discard(subnet.id)
+                    self._views[subnet.id] = made.moment
+                    del self._programs[subnet.id]
             return None
         finally:
             self._making.release()
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""
-        if self.never or not self._samples():
+        if self.backend not in (FUSED, *RUNTIMES) or not self._samples():
             return
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
@@ -229,8 +237,9 @@ class Plan:
         with self._making:
             self.pinned = tuple(i for i in self.pinned if i != subnet)
             self._release(subnet)
-            for known in (self._programs, self._reasons, self._slower, self._sizes):
+            for known in (self._programs, self._reasons, self._slower, self._sizes, self._views):
                 known.pop(subnet, None)
+            self._unpacked.discard(subnet)
 
     def stale(self) -> list[int]:
         """Return the ids whose programs do not match the weights although they look fresh."""
@@ -248,7 +257,9 @@ class Plan:
     def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int]) -> int:
         """Plan a subnet if it fits in what is `left`, and return its bytes; those `behind` make room."""
         made: PlannedProgram | _Reason | None
-        known = self._programs.get(subnet.id)
+        known, sliced = self._programs.get(subnet.id), None
+        if subnet.id in self._unpacked:
+            known, sliced = None, known
         try:
             made = self._why_not(subnet, left)
             if made is None and known is not None and known.program.nbytes <= left:
@@ -259,6 +270,7 @@ class Plan:
                         break
                     self._leave_out(other, _Reason(""))
                 self._release(subnet.id)
+                self._unpacked.discard(subnet.id)
                 made = self._made(subnet, self._bind(subnet))
         except StaleWeights:
             raise
@@ -266,12 +278,18 @@ class Plan:
             made = _Reason(first_line(error))
         if isinstance(made, _Reason):
             self._leave_out(subnet.id, made)
+            if self._reads_slices(subnet):
+                self._programs[subnet.id] = sliced
+                self._unpacked.add(subnet.id)
             return 0
+        self._unpacked.discard(subnet.id)
         self._programs[subnet.id] = made
         return self._sizes[subnet.id]
 
     def _why_not(self, subnet: ReadySubnet, left: int) -> _Reason | None:
         i, precision = subnet.id, subnet.spec.precision
+        if self.never:
+            return _Reason(self.never)
         if precision not in FUSABLE_PRECISIONS:
             return _Reason(f"a subnet at {precision} runs as a view")
         if i not in self._sizes:
@@ -285,6 +303,16 @@ class Plan:
         if known is not None and known.moment is not None and known.moment == self._bind(subnet).moment():
             return known
         return None if self._sizes[i] <= left else self._no_room()
+
+    def _reads_slices(self, subnet: ReadySubnet) -> bool:
+        """Tell whether a subnet without packed weights has convolutions that may gain from reading slices."""
+        on_cpu = self._supernet.device.type == "cpu" and isinstance(self._samples()[-1], Tensor)
+        if not on_cpu or subnet.spec.precision != FLOAT32 or (bound := subnet.bound) is None:
+            return False
+        if self._views.get(subnet.id) == bound.moment():
+            return False
+        modules: Any = bound.view.modules()
+        return any(plain_conv(m) and can_pack(m.weight) for m in modules)
 
     def _leave_out(self, subnet: int, reason: _Reason) -> None:
         self._release(subnet)
@@ -304,7 +332,7 @@ class Plan:
         """Make a program, or say why there is none; None if the weights changed while it was made."""
         moment, sums, why = bound.moment(), tensor_checksums(bound.reads), ""
         try:
-            program = self._checked(subnet.spec, bound)
+            program = self._checked(subnet, bound)
         except StaleWeights:
             raise
         except Exception as error:
@@ -319,19 +347,23 @@ class Plan:
             _log.log(self._level, "%s runs as a view, not as a %s program: %s", subnet, self.backend, why)
             self._level = logging.DEBUG
             return _Reason(why, moment)
-        self._sizes[subnet.id] = program.nbytes
         holder = object()
+        if subnet.id in self._unpacked:
+            return PlannedProgram(program, bound, moment, sums, holder)
+        self._sizes[subnet.id] = program.nbytes
         if not self.budget.take(holder, program.nbytes):
             return self._no_room()
         program.limit(partial(self.budget.take, holder, grow=True))
         return PlannedProgram(program, bound, moment, sums, holder)
 
-    def _checked(self, spec: SubnetSpec, bound: Bound) -> Program:
+    def _checked(self, subnet: ReadySubnet, bound: Bound) -> Program:
         """Make a program whose outputs for two inputs are those of the view."""
-        x, causes = self._probe(), list[Exception]()
+        x, causes, spec = self._probe(), list[Exception](), subnet.spec
         ways: list[Callable[[nn.Module, Any], Program]] = [FusedProgram] if isinstance(x, Tensor) else []
         ways.append(partial(FusedProgram, traced=False))
-        if self.backend != FUSED:
+        if subnet.id in self._unpacked:
+            ways = [partial(FusedProgram, packed=False)]
+        elif self.backend != FUSED:
             ways = [partial(RuntimeProgram, runtime=self.backend, samples=self._samples())]
         for way in ways:
             view, statistics_row = self._supernet.private_view(spec)

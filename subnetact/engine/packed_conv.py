@@ -36,14 +36,6 @@ def can_pack(weight: Tensor) -> bool:
     return ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def packed_once(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """Run a convolution whose weight is packed for this call only."""
-    settings = _settings(conv)
-    weight = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *settings, x.shape)
-    y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, weight, conv.bias, *settings, "none", [], "")
-    return y
-
-
 def _settings(conv: nn.Conv2d) -> tuple[list[int], list[int], list[int], int]:
     padding: Any = conv.padding
     return list(padding), list(conv.stride), list(conv.dilation), conv.groups
@@ -107,10 +99,19 @@ class PackedConv(nn.Module):
             else:
                 padding, stride, dilation, groups = self._settings
                 y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
-            y = y if other is None else y.add_(other)
-            return y if self._activate is None else self._activate(y)
+            return self._finished(y, other)
+        return self._convolved(x, weight, other)
+
+    def _finished(self, y: Tensor, other: Tensor | None) -> Tensor:
+        """Add and activate, over a fresh result."""
+        y = y if other is None else y.add_(other)
+        return y if self._activate is None else self._activate(y)
+
+    def _convolved(self, x: Tensor, weight: Tensor, other: Tensor | None) -> Tensor:
+        """Run oneDNN's convolution with a packed weight, and what is merged into it."""
         convolve = torch.ops.mkldnn._convolution_pointwise
         name, scalars = self._merged
+        y: Tensor
         if other is None:
             y = convolve(x, weight, self._bias, *self._settings, name, scalars, "")
         else:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
@@ -35,10 +34,10 @@ class Bound:
 
     @classmethod
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
-        """Bind a subnet to the current weights and statistics, with fast convolutions."""
+        """Bind a subnet to the current weights and statistics."""
         number = supernet.generation.number
         view, statistics_row = supernet.private_view(spec)
-        return cls(supernet, spec, use_fast_convs_(view), statistics_row, number)
+        return cls(supernet, spec, view, statistics_row, number)
 
     @property
     def current(self) -> bool:

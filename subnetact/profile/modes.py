@@ -19,7 +19,7 @@ from subnetact.latency.table import AS_SERVED
 from subnetact.supernet.batches import call_with, map_tensors
 
 BACKENDS = {
-    "zero-copy": "views",
+    "zero-copy": "fused",
     "fused": "fused",
     "graphs": "views",
     "compile": "inductor",

@@ -19,10 +19,11 @@ import subnetact
 from ofa_adapters import families
 from subnetact.device import MachineFacts
 from subnetact.engine import EngineStats, fusion_plan, packed_linear
-from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
+from subnetact.engine.sliced_conv import SlicedConv
 from subnetact.errors import InvalidRequest, SpecError
+from subnetact.operators.operation_traits import operation_of
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -130,26 +131,42 @@ def test_odd_networks_are_fused_rightly() -> None:
         close(network(x), expected, folded=False)
 
 
-@pytest.mark.parametrize("side", [3, 11, 40, 50])
+@pytest.mark.parametrize("side", [3, 11, 40, 70])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_fast_convs_equal_plain_ones(kernel: int, stride: int, side: int) -> None:
+@pytest.mark.parametrize(("kernel", "groups"), [(1, 1), (3, 1), (5, 1), (3, 8)])
+def test_convolutions_that_read_slices_equal_plain_ones(
+    kernel: int, groups: int, stride: int, side: int
+) -> None:
     torch.manual_seed(0)
-    full = nn.Conv2d(12, 10, kernel, stride, kernel // 2)
-    conv = nn.Conv2d(8, 6, kernel, stride, kernel // 2)
-    conv.weight = nn.Parameter(full.weight[:6, :8], requires_grad=False)
-    x = torch.randn(2, 8, side, side)
-    assert (side == 3) == (2 * side * side < SMALL_MAP)
+    full = nn.Conv2d(32, 48, kernel, stride, kernel // 2, groups=groups)
+    conv = nn.Conv2d(8, 16, kernel, stride, kernel // 2, groups=groups)
+    conv.weight = nn.Parameter(full.weight[:16, : conv.weight.shape[1]], requires_grad=False)
+    norm = nn.BatchNorm2d(16).eval()
+    for tensor in (norm.running_mean, norm.weight, norm.bias):
+        nn.init.normal_(tensor)
+    x = torch.randn(2, 8, side, side).contiguous(memory_format=torch.channels_last)
+    relu = operation_of(F.relu)
     with torch.inference_mode():
-        expected = conv(x)
-        fast = use_fast_convs_(nn.Sequential(nn.Conv2d(8, 6, kernel, stride, kernel // 2)))
-        fast[0].weight, fast[0].bias = conv.weight, conv.bias
-        assert type(fast[0]) is not nn.Conv2d
-        assert isinstance(fast[0], nn.Conv2d)
-        for layout in (torch.channels_last, torch.contiguous_format):
-            close(fast(x.contiguous(memory_format=layout)), expected, folded=False)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert fast(x.contiguous(memory_format=layout)).dtype == torch.bfloat16
+        for before, after in ((None, None), (norm, None), (None, relu), (norm, relu)):
+            expected = conv(x) if before is None else before(conv(x))
+            sliced = SlicedConv(conv, before, after)
+            other = torch.randn_like(expected)
+            for added in (None, other):
+                sum_ = expected if added is None else expected + added
+                answer = sliced(x, None if added is None else added.clone())
+                close(answer, sum_ if after is None else sum_.relu(), folded=True)
+                assert answer.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_subnet_without_room_reads_its_slices_and_holds_no_weight(digits: Supernet) -> None:
+    engine = engine_of(digits, 0)
+    for subnet, spec in enumerate(engine.specs):
+        close(engine(X, subnet=subnet), digits(X, subnet=spec), folded=True)
+    assert engine.mode_of(1) == "zero-copy"
+    assert engine.stats().fused_bytes == 0
+    (layer, *_) = [m for m in engine._plan._programs[1].program.values.values() if isinstance(m, SlicedConv)]
+    pointers = {p.untyped_storage().data_ptr() for p in digits.network.parameters()}
+    assert layer._weight.untyped_storage().data_ptr() in pointers
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,0 +1,86 @@
+"""SlicedConv: a convolution that reads the slice of its weight in every call, and merges what follows.
+
+It holds no weight. A BatchNorm is folded into a copy of the slice, which lives as long as the call, and
+oneDNN's kernels compute the activation and the addition as well. Where there are few pixels for so large a
+weight, a matrix product reads the slice where it is, because a copy costs more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subnetact.engine.packed_conv import SHAPES, PackedConv
+
+FEW_PIXELS = 64
+"""Below so many output pixels of a batch, a product with the slice is faster than a copy of it."""
+INPUTS_PER_PIXEL = 8
+"""So many input channels of a 1x1 convolution need one output pixel more for a copy to pay."""
+MANY_PIXELS = 4096
+"""From so many pixels on, a 1x1 convolution is faster as a convolution than as a product."""
+PIXELS_PER_INPUT = 4
+"""Below so many pixels per input channel, oneDNN packs a kernel faster for images in the plain format."""
+
+
+class SlicedConv(PackedConv):
+    """A float32 convolution on the CPU that packs its slice in every call."""
+
+    _ways: Mapping[torch.Size, tuple[str, tuple[int, ...]]] = {}  # of each shape of inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held between calls: those of the folded bias, which is as small as statistics."""
+        return 0
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """Run the convolution, as `PackedConv` does."""
+        way, size = self._ways.get(x.shape) or self._way(x.shape)
+        weight, factor, name = self._weight, self._factor, self._merged[0]
+        padding, stride, dilation, _ = self._settings
+        if way.startswith("slice"):
+            if (
+                way == "slice, columns"
+            ):  # The kernels of a slice are contiguous: flattening them makes a view.
+                rows = torch.ops.aten.im2col(x, weight.shape[2:], dilation, padding, stride).transpose(1, 2)
+            else:
+                rows = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]]
+            y = F.linear(rows, weight.flatten(1)).view(size).permute(0, 3, 1, 2)
+            if factor is not None:
+                y = y.mul_(factor[:, None, None])
+            return self._finished(y if self._bias is None else y.add_(self._bias[:, None, None]), other)
+        folded = weight if factor is None else weight * factor[:, None, None, None]
+        if way == "copy, plain":
+            y = F.conv2d(x.contiguous(), folded, self._bias, stride, padding, dilation)
+            return self._finished(y.contiguous(memory_format=torch.channels_last), other)
+        if way == "copy" or other is not None:
+            return self._convolved(x, folded, other)
+        rows = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]]
+        product = torch.ops.mkldnn._linear_pointwise
+        y = product(rows, folded.flatten(1).contiguous(), self._bias, name, [], "").permute(0, 3, 1, 2)
+        return y if self._activate is None or name != "none" else self._activate(y)
+
+    def _way(self, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
+        """Return how to compute inputs of a shape, and the shape (N, H', W', out) of the result."""
+        (out, inputs, *kernel), (padding, stride, dilation, groups) = self._weight.shape, self._settings
+        height, width = (
+            (shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
+            for i in range(2)
+        )
+        pixels, pointwise = shape[0] * height * width, kernel == [1, 1] and padding == [0, 0]
+        if groups > 1:
+            way = "copy"
+        elif pointwise and pixels < max(FEW_PIXELS, inputs // INPUTS_PER_PIXEL):
+            way = "slice, pixels"
+        elif pointwise:
+            small = pixels < MANY_PIXELS and self._merged[0] in ("none", "relu")
+            way = "copy, product" if small else "copy"
+        elif pixels < FEW_PIXELS:
+            way = "slice, columns"
+        else:
+            way = "copy, plain" if pixels < PIXELS_PER_INPUT * inputs else "copy"
+        answer = way, (shape[0], height, width, out)
+        self._ways = {**({} if len(self._ways) >= SHAPES else self._ways), shape: answer}
+        return answer
