@@ -1,0 +1,307 @@
+"""Subnets against what a user of one cut-out network would run: ONNX Runtime, OpenVINO, eager torch.
+
+`pip install 'subnetact[onnxruntime,openvino]'`. Every family, its smallest and its largest subnet, at batch
+sizes 1 and 8, at float32 and at int8. Ours are an engine without memory for packed weights (`zero-copy`),
+with it (`fused`), and with each backend; the peers run the same subnet, extracted and exported to ONNX for the
+batch size; at int8, as ONNX Runtime quantises it (`quantize_dynamic` where there are linear layers only, else
+`quantize_static`; OpenVINO runs the same file). CPU times, in turns, relative to the extracted network in
+eager mode. Parts, with `--only`:
+
+    families   the comparison
+    sizes      an engine without packed weights against the extracted network in both memory formats, for
+               OFA-ResNet50, at batch sizes 1 to 32 and 96 to 224 pixels
+    budget     ten subnets of one supernet with each backend, and the memory of the process
+
+`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2` stands in for a processor without AVX-512, with
+`--out results/runtimes_avx2.json` (OpenVINO and ONNX Runtime keep AVX-512 there). `--report` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers import import_torchvision
+from results_section import write_section
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import subnetact
+from ofa_adapters import families, load
+from subnetact.device import machine
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+OUT = Path(__file__).parent / "results" / "runtimes.json"
+ROOM_MB = 4000.0
+BACKENDS = ("onnxruntime", "openvino")
+TEXT = {"dynabert"}
+Runs = dict[str, Callable[[], Any]]
+
+
+def batch(family: str, size: int, pixels: int = 224) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    if family in TEXT:
+        return torch.randint(1, 90, (size, 128), generator=generator)
+    return torch.randn(size, 3, pixels, pixels, generator=generator)
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Return the tensor of an output."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return output
+
+
+class OneOutput(nn.Module):
+    """A network that returns a tensor, as the peers' files do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tensor_of(self.network(x))
+
+
+def sessions(path: Path, x: Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the peers, each with one thread, running a file."""
+    import onnxruntime
+    import openvino
+
+    options, array = onnxruntime.SessionOptions(), x.numpy()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    yield "onnxruntime alone", lambda: session.run(None, {name: array})[0]
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    compiled = openvino.Core().compile_model(path, "CPU", settings)
+    yield "openvino alone", lambda: next(iter(compiled([array]).values()))
+
+
+def quantised(path: Path, x: Tensor) -> Path:
+    """Return a file at int8, as ONNX Runtime makes it."""
+    import onnx
+    from onnxruntime import quantization
+
+    out = path.with_name("int8.onnx")
+    if all(node.op_type != "Conv" for node in onnx.load(path).graph.node):
+        quantization.quantize_dynamic(path, out, weight_type=quantization.QuantType.QInt8)
+        return out
+    name = onnx.load(path).graph.input[0].name
+
+    class Reader(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.rest = [{name: x.numpy()}]
+
+        def get_next(self) -> Any:
+            return self.rest.pop() if self.rest else None
+
+    quantization.quantize_static(path, out, Reader())
+    return out
+
+
+def exported(network: nn.Module, x: Tensor, folder: Path) -> Path:
+    path = folder / "subnet.onnx"
+    torch.onnx.export(OneOutput(network).eval(), (x,), path, dynamo=True, verbose=False, external_data=False)
+    return path
+
+
+def cpu_ms(runs: Runs, passes: int) -> dict[str, float]:
+    """Return the median CPU time in ms of every contender, in turns."""
+    times = {name: list[float]() for name in runs}
+    with torch.inference_mode():
+        for run in [*runs.values()] * 2:
+            run()
+        for _ in range(passes):
+            for name, run in runs.items():
+                began = time.process_time()
+                run()
+                times[name].append((time.process_time() - began) * 1e3)
+    return {name: median(taken) for name, taken in times.items()}
+
+
+def contenders(supernet: Supernet, spec: SubnetSpec, family: str, size: int, precision: str) -> Runs:
+    x, space = batch(family, size), supernet.space
+    runs: Runs = {}
+    plain = supernet.extract(spec).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        path = exported(plain, x, Path(folder))
+        if precision == "int8":
+            path = quantised(path, x)
+            spec = space.at_precision(spec, "int8")
+            subnetact.calibrate(supernet, [spec], [x], progress=False)
+        runs |= dict(sessions(path, x))
+    ways: dict[str, dict[str, Any]] = {"zero-copy": {"memory_budget_mb": 0}, "fused": {}}
+    ways |= {name: {"backend": name} for name in BACKENDS} if precision == "float32" else {}
+    for name, options in ways.items():
+        engine = subnetact.Engine(supernet, [spec], example=x[:1], **{"memory_budget_mb": ROOM_MB, **options})
+        if name == "fused":
+            engine.pin(0)
+        runs[name] = partial(engine, x, 0)
+    runs["eager"] = lambda: plain(x)
+    if precision == "float32":
+        with torch.inference_mode():
+            expected = tensor_of(plain(x))
+            for name, run in runs.items():
+                output = run()
+                answer = torch.from_numpy(output) if not isinstance(output, Tensor | dict | tuple) else output
+                torch.testing.assert_close(tensor_of(answer), expected, rtol=1e-3, atol=1e-3, msg=name)
+    return runs
+
+
+def by_family(names: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for family in tqdm(names, "families", disable=None):
+        for precision in ("float32", "int8"):
+            supernet = load(family).eval()
+            try:
+                if precision == "int8":
+                    supernet.enable_precision("int8")
+                for which in ("smallest", "largest"):
+                    spec = getattr(supernet.space, which)()
+                    subnetact.calibrate(supernet, [spec], [batch(family, 8)], progress=False)
+                    for size in (1, 8):
+                        times = cpu_ms(contenders(supernet, spec, family, size, precision), 9)
+                        ratios = {name: round(ms / times["eager"], 3) for name, ms in times.items()}
+                        key = f"{family}, {which}, {precision}, {size}"
+                        result[key] = {"eager_ms": round(times["eager"], 2), **ratios}
+                        print(key, result[key], flush=True)
+            except Exception as error:
+                result[f"{family}, {precision}"] = f"{type(error).__name__}: {str(error)[:200]}"
+                print(family, precision, result[f"{family}, {precision}"], flush=True)
+    return result
+
+
+def by_size() -> dict[str, Any]:
+    supernet, result = load("ofa_resnet50").eval(), dict[str, Any]()
+    specs = {"smallest": supernet.space.smallest(), "largest": supernet.space.largest()}
+    specs["random"] = supernet.space.sample(3, 10)[8]
+    subnetact.calibrate(supernet, [*specs.values()], [batch("ofa_resnet50", 8, 96)], progress=False)
+    engine = subnetact.Engine(
+        supernet, [*specs.values()], example=batch("ofa_resnet50", 1, 96), memory_budget_mb=0
+    )
+    for subnet, (name, spec) in enumerate(specs.items()):
+        plain = supernet.extract(spec).eval()
+        last = supernet.extract(spec).eval().to(memory_format=torch.channels_last)
+        for pixels in (96, 128, 160, 224):
+            for size in (1, 2, 4, 8, 16, 32):
+                x = batch("ofa_resnet50", size, pixels)
+                y = x.contiguous(memory_format=torch.channels_last)
+                runs: Runs = {
+                    "zero-copy": partial(engine, x, subnet),
+                    "extracted": partial(plain, x),
+                    "channels_last": partial(last, y),
+                }
+                times = cpu_ms(runs, 5 if size * pixels < 2000 else 3)
+                row = {
+                    key: round(times["zero-copy"] / times[key], 3) for key in ("extracted", "channels_last")
+                }
+                result[f"{name}, {pixels}, {size}"] = {"ms": round(times["zero-copy"], 1), **row}
+                print(name, pixels, size, row, flush=True)
+    return result
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def by_budget() -> dict[str, Any]:
+    supernet, result = load("ofa_mbv3").eval(), dict[str, Any]()
+    specs = list(
+        dict.fromkeys([supernet.space.smallest(), *supernet.space.sample(0, 8), supernet.space.largest()])
+    )
+    x = batch("ofa_mbv3", 1)
+    subnetact.calibrate(supernet, specs, [batch("ofa_mbv3", 8)], progress=False)
+    for backend in BACKENDS:
+        before, began = resident_mb(), time.perf_counter()
+        engine = subnetact.Engine(supernet, specs, example=x, backend=backend, memory_budget_mb=400)
+        engine.prepare([1])
+        facts: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 1)}
+        facts["programs"] = sum(engine.mode_of(i) == backend for i in engine.ids)
+        facts["program_mb"] = round(engine.stats().fused_bytes / 2**20, 1)
+        facts["resident_mb"] = round(resident_mb() - before, 1)
+        rows = []
+        for subnet, spec in enumerate(specs):
+            with tempfile.TemporaryDirectory() as folder:
+                alone = dict(sessions(exported(supernet.extract(spec), x, Path(folder)), x))[
+                    f"{backend} alone"
+                ]
+            runs: Runs = {"ours": partial(engine, x, subnet), "alone": alone}
+            times = cpu_ms(runs, 41)
+            rows.append(round(times["ours"] / times["alone"], 3))
+        result[backend] = {**facts, "ours over alone": rows, "median": median(rows)}
+        print(backend, result[backend], flush=True)
+    return result
+
+
+def report(known: dict[str, Any]) -> None:
+    """Write the tables of the page."""
+    lines = list[str]()
+    if "families" in known:
+        names = ("zero-copy", "fused", *BACKENDS, *(f"{name} alone" for name in BACKENDS))
+        lines += [f"| subnet, precision, batch size | eager, ms | {' | '.join(names)} |", "|---" * 8 + "|"]
+        for key, row in known["families"].items():
+            if isinstance(row, dict) and key != "machine":
+                cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
+                lines += [f"| {key} | {row['eager_ms']} | {' | '.join(cells)} |"]
+    if "sizes" in known:
+        lines += [
+            "",
+            "| zero-copy over extracted / channels_last | 1 | 2 | 4 | 8 | 16 | 32 |",
+            "|---" * 7 + "|",
+        ]
+        for name in ("smallest", "random", "largest"):
+            for pixels in (96, 128, 160, 224):
+                rows = [known["sizes"][f"{name}, {pixels}, {size}"] for size in (1, 2, 4, 8, 16, 32)]
+                cells = [f"{row['extracted']:.2f} / {row['channels_last']:.2f}" for row in rows]
+                lines += [f"| {name}, {pixels} px | {' | '.join(cells)} |"]
+    if "budget" in known:
+        lines += [
+            "",
+            "| ten subnets of OFA-MobileNetV3 | made in, s | programs | their MiB | resident, MiB more | ",
+        ]
+        lines[-1] += "time over the peer alone |"
+        lines += ["|---" * 6 + "|"]
+        for name in BACKENDS:
+            row = known["budget"][name]
+            ours = row["ours over alone"]
+            lines += [
+                f"| {name} | {row['seconds']} | {row['programs']} | {row['program_mb']} | {row['resident_mb']} | "
+                f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f}) |"
+            ]
+    write_section("runtimes", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("families", "sizes", "budget"), action="append")
+    parser.add_argument("--families", nargs="+", default=families(), help="default: all")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report", action="store_true", help="write the page from the figures")
+    args = parser.parse_args()
+    known: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        report(known)
+        return
+    import_torchvision()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    parts = {"families": lambda: by_family(args.families), "sizes": by_size, "budget": by_budget}
+    for name in args.only or parts:
+        known[name] = {**known.get(name, {}), **parts[name](), "machine": machine(torch.device("cpu"))}
+        args.out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
