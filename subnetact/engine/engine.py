@@ -792,7 +792,7 @@ class Engine:
             with self._changing:
                 if self._shapes.note(x):
                     self._change_plan(self._plan.pinned)
-            if subnet.id in self._plan:
+            if self._plan.runs(subnet.id):
                 return self._run(subnet, x)
         return output
 

@@ -179,6 +179,10 @@ class Plan:
     def __contains__(self, subnet: int) -> bool:
         return subnet in self._programs and subnet not in self._unpacked
 
+    def runs(self, subnet: int) -> bool:
+        """Tell whether a subnet runs as a program, with weights of its own or without."""
+        return subnet in self._programs
+
     def reason(self, subnet: int) -> str:
         """Return why a subnet runs as a view, in one line; "" if it is fused."""
         if subnet in self:
@@ -257,9 +261,8 @@ class Plan:
     def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int]) -> int:
         """Plan a subnet if it fits in what is `left`, and return its bytes; those `behind` make room."""
         made: PlannedProgram | _Reason | None
-        known, sliced = self._programs.get(subnet.id), None
-        if subnet.id in self._unpacked:
-            known, sliced = None, known
+        unpacked, known = subnet.id in self._unpacked, self._programs.get(subnet.id)
+        known, sliced = (None, known) if unpacked else (known, None)
         try:
             made = self._why_not(subnet, left)
             if made is None and known is not None and known.program.nbytes <= left:
@@ -273,6 +276,8 @@ class Plan:
                 self._unpacked.discard(subnet.id)
                 made = self._made(subnet, self._bind(subnet))
         except StaleWeights:
+            if unpacked:
+                self._unpacked.add(subnet.id)
             raise
         except SubnetActError as error:  # It has no statistics, for example.
             made = _Reason(first_line(error))
