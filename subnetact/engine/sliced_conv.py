@@ -8,6 +8,7 @@ weight, a matrix product reads the slice where it is, because a copy costs more 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,11 @@ PIXELS_PER_INPUT = 4
 class SlicedConv(PackedConv):
     """A float32 convolution on the CPU that packs its slice in every call."""
 
-    _ways: Mapping[torch.Size, tuple[str, tuple[int, ...]]] = {}  # of each shape of inputs
+    def __init__(self, *layers: Any) -> None:
+        super().__init__(*layers)
+        self._ways: Mapping[torch.Size, tuple[str, tuple[int, ...]]] = {}  # of each shape of inputs
+        self._scales = None if self._factor is None else self._factor[:, None, None]
+        self._shift = None if self._bias is None else self._bias[:, None, None]
 
     @property
     def nbytes(self) -> int:
@@ -38,20 +43,18 @@ class SlicedConv(PackedConv):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Run the convolution, as `PackedConv` does."""
         way, size = self._ways.get(x.shape) or self._way(x.shape)
-        weight, factor, name = self._weight, self._factor, self._merged[0]
+        weight, scales, name = self._weight, self._scales, self._merged[0]
         padding, stride, dilation, _ = self._settings
         if way.startswith("slice"):
-            if (
-                way == "slice, columns"
-            ):  # The kernels of a slice are contiguous: flattening them makes a view.
+            if way == "slice, columns":
                 rows = torch.ops.aten.im2col(x, weight.shape[2:], dilation, padding, stride).transpose(1, 2)
             else:
                 rows = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]]
+            # The kernels of a slice are contiguous, so that flattening its weight makes a view.
             y = F.linear(rows, weight.flatten(1)).view(size).permute(0, 3, 1, 2)
-            if factor is not None:
-                y = y.mul_(factor[:, None, None])
-            return self._finished(y if self._bias is None else y.add_(self._bias[:, None, None]), other)
-        folded = weight if factor is None else weight * factor[:, None, None, None]
+            y = y if scales is None else y.mul_(scales)
+            return self._finished(y if self._shift is None else y.add_(self._shift), other)
+        folded = weight if scales is None else weight * scales.unsqueeze(1)
         if way == "copy, plain":
             y = F.conv2d(x.contiguous(), folded, self._bias, stride, padding, dilation)
             return self._finished(y.contiguous(memory_format=torch.channels_last), other)
