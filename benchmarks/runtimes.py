@@ -2,8 +2,8 @@
 
 `pip install 'subnetact[onnxruntime,openvino]'`. Every family, its smallest and its largest subnet, at batch
 sizes 1 and 8, at float32 and at int8. Ours are an engine without memory for packed weights (`zero-copy`),
-with it (`fused`), and with each backend; the peers run the same subnet, extracted and exported to ONNX for the
-batch size; at int8, as ONNX Runtime quantises it (`quantize_dynamic` where there are linear layers only, else
+with it (`fused`), and with each backend; the peers run the same subnet, extracted and exported to ONNX for
+that batch size; at int8, as ONNX Runtime quantises it (`quantize_dynamic` where there are linear layers only, else
 `quantize_static`; OpenVINO runs the same file). CPU times, in turns, relative to the extracted network in
 eager mode. Parts, with `--only`:
 
@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,55 +132,56 @@ def cpu_ms(runs: Runs, passes: int) -> dict[str, float]:
     return {name: median(taken) for name, taken in times.items()}
 
 
-def contenders(supernet: Supernet, spec: SubnetSpec, family: str, size: int, precision: str) -> Runs:
-    x, space = batch(family, size), supernet.space
-    runs: Runs = {}
-    plain = supernet.extract(spec).eval()
+def engines(supernet: Supernet, spec: SubnetSpec, x: Tensor) -> dict[str, subnetact.Engine]:
+    ways: dict[str, dict[str, Any]] = {"zero-copy": {"memory_budget_mb": 0}, "fused": {}}
+    ways |= {name: {"backend": name} for name in BACKENDS} if spec.precision == "float32" else {}
+    made = {}
+    for name, options in ways.items():
+        options = {"memory_budget_mb": ROOM_MB, **options}
+        made[name] = subnetact.Engine(supernet, [spec], example=x[:1], **options)
+    made["fused"].pin(0)
+    return made
+
+
+def contenders(plain: nn.Module, ours: dict[str, subnetact.Engine], x: Tensor, int8: bool) -> Runs:
+    """Return what is timed, after a comparison at float32."""
     with tempfile.TemporaryDirectory() as folder:
         path = exported(plain, x, Path(folder))
-        if precision == "int8":
-            path = quantised(path, x)
-            spec = space.at_precision(spec, "int8")
-            subnetact.calibrate(supernet, [spec], [x], progress=False)
-        runs |= dict(sessions(path, x))
-    ways: dict[str, dict[str, Any]] = {"zero-copy": {"memory_budget_mb": 0}, "fused": {}}
-    ways |= {name: {"backend": name} for name in BACKENDS} if precision == "float32" else {}
-    for name, options in ways.items():
-        engine = subnetact.Engine(supernet, [spec], example=x[:1], **{"memory_budget_mb": ROOM_MB, **options})
-        if name == "fused":
-            engine.pin(0)
-        runs[name] = partial(engine, x, 0)
+        runs: Runs = dict(sessions(quantised(path, x) if int8 else path, x))
+    runs |= {name: partial(engine, x, 0) for name, engine in ours.items()}
     runs["eager"] = lambda: plain(x)
-    if precision == "float32":
-        with torch.inference_mode():
-            expected = tensor_of(plain(x))
-            for name, run in runs.items():
-                output = run()
-                answer = torch.from_numpy(output) if not isinstance(output, Tensor | dict | tuple) else output
-                torch.testing.assert_close(tensor_of(answer), expected, rtol=1e-3, atol=1e-3, msg=name)
+    with torch.inference_mode():
+        expected = tensor_of(plain(x))
+        for name, run in {} if int8 else runs.items():
+            output = run()
+            answer = output if isinstance(output, Tensor | dict | tuple) else torch.from_numpy(output)
+            torch.testing.assert_close(tensor_of(answer), expected, rtol=1e-3, atol=1e-3, msg=name)
     return runs
 
 
 def by_family(names: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for family in tqdm(names, "families", disable=None):
-        for precision in ("float32", "int8"):
-            supernet = load(family).eval()
-            try:
-                if precision == "int8":
-                    supernet.enable_precision("int8")
-                for which in ("smallest", "largest"):
-                    spec = getattr(supernet.space, which)()
-                    subnetact.calibrate(supernet, [spec], [batch(family, 8)], progress=False)
-                    for size in (1, 8):
-                        times = cpu_ms(contenders(supernet, spec, family, size, precision), 9)
-                        ratios = {name: round(ms / times["eager"], 3) for name, ms in times.items()}
-                        key = f"{family}, {which}, {precision}, {size}"
-                        result[key] = {"eager_ms": round(times["eager"], 2), **ratios}
-                        print(key, result[key], flush=True)
-            except Exception as error:
-                result[f"{family}, {precision}"] = f"{type(error).__name__}: {str(error)[:200]}"
-                print(family, precision, result[f"{family}, {precision}"], flush=True)
+    for family, precision in tqdm([*product(names, ("float32", "int8"))], "families", disable=None):
+        supernet, int8 = load(family).eval(), precision == "int8"
+        try:
+            if int8:
+                supernet.enable_precision("int8")
+            for which in ("smallest", "largest"):
+                spec = getattr(supernet.space, which)()
+                plain = supernet.extract(spec).eval()
+                spec = supernet.space.at_precision(spec, precision) if int8 else spec
+                subnetact.calibrate(supernet, [spec], [batch(family, 8)], progress=False)
+                plain = plain if int8 else supernet.extract(spec).eval()
+                ours = engines(supernet, spec, batch(family, 1))
+                for size in (1, 8):
+                    times = cpu_ms(contenders(plain, ours, batch(family, size), int8), 9)
+                    ratios = {name: round(ms / times["eager"], 3) for name, ms in times.items()}
+                    key = f"{family}, {which}, {precision}, {size}"
+                    result[key] = {"eager_ms": round(times["eager"], 2), **ratios}
+                    print(key, result[key], flush=True)
+        except Exception as error:
+            result[f"{family}, {precision}"] = f"{type(error).__name__}: {str(error)[:200]}"
+            print(family, precision, result[f"{family}, {precision}"], flush=True)
     return result
 
 
@@ -277,8 +279,8 @@ def report(known: dict[str, Any]) -> None:
             row = known["budget"][name]
             ours = row["ours over alone"]
             lines += [
-                f"| {name} | {row['seconds']} | {row['programs']} | {row['program_mb']} | {row['resident_mb']} | "
-                f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f}) |"
+                " | ".join([f"| {name}", *(str(row[key]) for key in facts)])
+                + f" | {row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f}) |"
             ]
     write_section("runtimes", lines)
 
