@@ -3,9 +3,9 @@
 `pip install 'subnetact[onnxruntime,openvino]'`. Every family, its smallest and its largest subnet, at batch
 sizes 1 and 8, at float32 and at int8. Ours are an engine without memory for packed weights (`zero-copy`),
 with it (`fused`), and with each backend; the peers run the same subnet, extracted and exported to ONNX for
-that batch size; at int8, as ONNX Runtime quantises it (`quantize_dynamic` where there are linear layers only, else
-`quantize_static`; OpenVINO runs the same file). CPU times, in turns, relative to the extracted network in
-eager mode. Parts, with `--only`:
+that batch size; at int8, as ONNX Runtime quantises it (`quantize_dynamic` where there are linear layers only,
+else `quantize_static`; OpenVINO runs the same file). CPU times, in turns, relative to the extracted network
+in eager mode. Parts, with `--only`:
 
     families   the comparison
     sizes      an engine without packed weights against the extracted network in both memory formats, for
@@ -269,19 +269,19 @@ def report(known: dict[str, Any]) -> None:
                 cells = [f"{row['extracted']:.2f} / {row['channels_last']:.2f}" for row in rows]
                 lines += [f"| {name}, {pixels} px | {' | '.join(cells)} |"]
     if "budget" in known:
+        facts = {"seconds": "made in, s", "programs": "programs", "program_mb": "their MiB"}
+        facts["resident_mb"] = "resident, MiB more"
+        titles = " | ".join(facts.values())
         lines += [
             "",
-            "| ten subnets of OFA-MobileNetV3 | made in, s | programs | their MiB | resident, MiB more | ",
+            f"| ten subnets of OFA-MobileNetV3 | {titles} | time over the peer alone |",
+            "|---" * 6 + "|",
         ]
-        lines[-1] += "time over the peer alone |"
-        lines += ["|---" * 6 + "|"]
         for name in BACKENDS:
             row = known["budget"][name]
-            ours = row["ours over alone"]
-            lines += [
-                " | ".join([f"| {name}", *(str(row[key]) for key in facts)])
-                + f" | {row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f}) |"
-            ]
+            ours, cells = row["ours over alone"], [name, *(str(row[key]) for key in facts)]
+            cells.append(f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f})")
+            lines.append(f"| {' | '.join(cells)} |")
     write_section("runtimes", lines)
 
 
