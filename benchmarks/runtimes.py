@@ -167,11 +167,11 @@ def by_family(names: list[str]) -> dict[str, Any]:
             if int8:
                 supernet.enable_precision("int8")
             for which in ("smallest", "largest"):
-                spec = getattr(supernet.space, which)()
-                plain = supernet.extract(spec).eval()
-                spec = supernet.space.at_precision(spec, precision) if int8 else spec
-                subnetact.calibrate(supernet, [spec], [batch(family, 8)], progress=False)
-                plain = plain if int8 else supernet.extract(spec).eval()
+                specs = [getattr(supernet.space, which)()]
+                if int8:
+                    specs = [supernet.space.at_precision(specs[0], name) for name in ("float32", "int8")]
+                subnetact.calibrate(supernet, specs, [batch(family, 8)], progress=False)
+                plain, spec = supernet.extract(specs[0]).eval(), specs[-1]
                 ours = engines(supernet, spec, batch(family, 1))
                 for size in (1, 8):
                     times = cpu_ms(contenders(plain, ours, batch(family, size), int8), 9)

@@ -49,13 +49,15 @@ class Engine:
 
     When it is made, the engine plans which subnets become fused programs, which have packed weights, and
     BatchNorms, activations and residual additions merged into the convolutions: those that this makes faster
-    on this kind of machine, in the order of their ids, as far as the memory budget goes. All others run as
-    views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are captured as well.
-    What a subnet computes does not change while it serves. `engine/fusion_plan.py` has the rule. Under
-    `torch.autocast` all run as views, because packed weights and graphs keep the dtypes they were made with.
+    on this kind of machine, in the order of their ids, as far as the memory budget goes. No weight of the
+    others is copied outside a call: they run as views, or, if they have convolutions and the device is a CPU,
+    as a program that reads their slices, which their first call makes. On CUDA devices, CUDA graphs are
+    captured. What a subnet computes does not change while it serves. `engine/fusion_plan.py` has the rule.
+    Under `torch.autocast` all run as views, because packed weights and graphs keep the dtypes they were made
+    with.
 
-    Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
-    within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
+    Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for programs within
+    1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
     changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again.
 
     Everywhere else a subnet is named by its specification; an engine, its tables and its policies number the
@@ -79,8 +81,9 @@ class Engine:
             `check=False`, such answers are accepted. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that programs and graphs may take beyond the weights and the norm table; 0
-            means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
-            is for them. Not included is what packing and running need temporarily.
+            means that no weight is copied outside a call. If None, 1.25 times the weights, at most 1024 MiB.
+            If there are graphs, one half is for them. Not included is what packing and running need
+            temporarily.
         accuracy: accuracy per subnet in percent, or None for a subnet whose accuracy is not known. Bundles
             keep these figures.
         allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.

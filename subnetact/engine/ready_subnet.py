@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.operators.layer_traits import is_batch_norm
-from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.forward_state import watched_buffers
@@ -20,6 +20,8 @@ from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
+
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,11 @@ class Bound:
         generation = self.supernet.generation
         if self.statistics_row is None:  # Nothing counts the changes of shared statistics but their owner.
             return generation.number, generation.moment()
-        return generation.number, changes_of(self.reads)
+        return generation.number, sum(map(_version, self._counted))
+
+    @cached_property
+    def _counted(self) -> list[Tensor]:
+        return [t for t in self.reads if not t.is_inference()]  # Others count no changes.
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""

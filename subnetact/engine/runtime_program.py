@@ -123,9 +123,12 @@ class RuntimeProgram:
     def __call__(self, x: Any) -> Any:
         """Run a batch, and return the network's output; the view runs shapes that no sample has."""
         parts = [x[name] for name in self._names] if self._names else list(tensors_of(x))
-        if not all(map(_is_within, parts, self._limits)):
-            return call_with(self._view, x)
-        run = self._session(tuple(tuple(part.shape) for part in parts))
+        shapes = tuple([part.shape for part in parts])
+        run = self._sessions.get(shapes) if self._threads == torch.get_num_threads() else None
+        if run is None:
+            if not all(map(_is_within, parts, self._limits)):
+                return call_with(self._view, x)
+            run = self._session(shapes)
         outputs = iter(run([part.detach().contiguous().numpy() for part in parts]))
         leaves = [torch.from_numpy(next(outputs)) if leaf is None else leaf.value for leaf in self._leaves]
         return tree_unflatten(leaves, self._structure)
@@ -141,9 +144,7 @@ class RuntimeProgram:
 
     def _session(self, shapes: Shapes) -> Session:
         """Return what runs batches of these shapes with the threads that torch has here."""
-        sessions, threads = self._sessions, torch.get_num_threads()
-        if threads == self._threads and (run := sessions.get(shapes) or sessions.get(())):
-            return run
+        threads = torch.get_num_threads()
         with self._opening:
             if threads != self._threads:
                 self._threads, self._sessions = threads, {}
