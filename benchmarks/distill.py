@@ -32,9 +32,10 @@ from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact import calibrate, evaluate, insert_, reorder_
+from subnetact import SubnetSpec, calibrate, evaluate, insert_, reorder_
 from subnetact.device import machine
 from subnetact.digits import SIDE, Digits, undistorted_digits
+from subnetact.nas import score_layers
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import DistillationReport, distill_
 from subnetact.training.run import even_subnet
@@ -63,7 +64,9 @@ TOKEN_OPTIONS: dict[str, dict[str, Any]] = {
 TOKEN_SEEDS, TOKEN_STEPS = 2, 30
 TIMM_SEEDS = 3
 TIMM_PRETRAINING, TIMM_STEPS = 200, 400
-TIMM_OPTIONS = ("defaults", "importance taylor", "losses balanced", "frozen teacher")
+CHOSEN = "sizes chosen by scores"
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+TIMM_OPTIONS = ("defaults", "importance taylor", "losses balanced", "frozen teacher", CHOSEN)
 LENGTH = 256
 HALF = 0.5
 LOOP, LONGER_LOOP, SEPARATE = "loop of the example", "loop, twice the steps", "trained separately"
@@ -99,6 +102,26 @@ def trials(
             result = one(name, seed, prepared)
             entry["runs"][name][str(seed)] = {**result, "cpu_s": round(time.process_time() - start, 1)}
             out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def chosen_by_scores(supernet: Supernet, batches: Sequence[Tensor]) -> list[SubnetSpec]:
+    """Return the sizes that scores choose within the costs of the subnets that are measured by default."""
+    reorder_(supernet, "batch_norm", example=batches[0][:2])
+    scores, space = score_layers(supernet, batches, progress=False), supernet.space
+    even = dict.fromkeys(even_subnet(space, share) for share in SHARES)
+    return [scores.best({"macs": scores.costs(spec).macs}) for spec in even]
+
+
+def training_of(specs: Sequence[SubnetSpec]) -> dict[str, Any]:
+    """Return the options of `distill_` that train these subnets, of which some may be the same."""
+    each = list(dict.fromkeys(specs))
+    return {"subnets": each, "trained": each[1:], "importance": None}
+
+
+def in_order(values: Sequence[float], report: DistillationReport, specs: Sequence[SubnetSpec]) -> list[float]:
+    """Return the values of a report for these subnets, or, if there are none, for all that it measured."""
+    by_spec = dict(zip(report.subnets, values, strict=True))
+    return [by_spec[spec] for spec in specs or report.subnets]
 
 
 # -- digits --------------------------------------------------------------------------------------------
@@ -152,6 +175,9 @@ def digits(known: dict[str, Any]) -> None:
         network = new_network().eval()
         network.load_state_dict(weights)
         supernet = insert_(network, example=test[0][0][:2], choices=(0.25, 0.5, 0.75, 1.0))
+        torch.manual_seed(seed)
+        batches = [x for x, _ in NoisyDigits(training)][:4]
+        specs = chosen_by_scores(supernet, batches) if name == CHOSEN else []
         report = distill_(
             supernet,
             NoisyDigits(training),
@@ -160,15 +186,16 @@ def digits(known: dict[str, Any]) -> None:
             learning_rate=1e-3,
             seed=seed,
             progress=False,
-            **OPTIONS[name],
+            **(training_of(specs) if specs else OPTIONS[name]),
         )
-        return {"before": list(report.before), "after": list(report.after)}
+        columns = {"before": report.before, "after": report.after}
+        return {key: in_order(values, report, specs) for key, values in columns.items()}
 
     def weights_of(seed: int) -> dict[str, Tensor]:
         return pretrained(seed).state_dict()
 
     facts = {"pretraining_steps": PRETRAINING, "steps": STEPS}
-    trials(known, OUT, "digits", list(OPTIONS), SEEDS, weights_of, one, **facts)
+    trials(known, OUT, "digits", [*OPTIONS, CHOSEN], SEEDS, weights_of, one, **facts)
 
 
 # -- a timm model --------------------------------------------------------------------------------------
@@ -201,7 +228,7 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
         return {"after": accuracies(name, supernet, seed)}
 
     def accuracies(name: str, supernet: Supernet, seed: int) -> list[float]:
-        specs = [even_subnet(supernet.space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)]
+        specs = [even_subnet(supernet.space, share) for share in SHARES]
         if name == SEPARATE:
             found = []
             for spec in specs:
@@ -215,6 +242,7 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
             example.train_supernet(supernet, training, steps, seed)
             calibrate(supernet, specs, first[:8], progress=False)
             return evaluate(supernet, specs, held_out, progress=False)
+        chosen = chosen_by_scores(supernet, first[:8]) if name == CHOSEN else []
         report = distill_(
             supernet,
             DistortedDigits(),
@@ -223,9 +251,9 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
             learning_rate=2e-3,
             seed=seed,
             progress=False,
-            **OPTIONS[name],
+            **(training_of(chosen) if chosen else OPTIONS[name]),
         )
-        return list(report.after)
+        return in_order(report.after, report, chosen)
 
     trials(known, OUT, "timm", names, TIMM_SEEDS, elastic, one, **facts)
 
