@@ -112,13 +112,13 @@ class RuntimeProgram:
         self._leaves = [None if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in leaves]
         self._opening = new_lock()
         self._reserve: Callable[[int], bool] = lambda _: True
-        self._threads = 0
+        self._threads, self._copies = 0, 1
         self._sessions: dict[Shapes, Session] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that the runtime has, once per shape."""
-        return self._weights * max(1, len(self._sessions))
+        """Bytes of the copies of the weights that the runtime may have."""
+        return self._weights * self._copies
 
     def __call__(self, x: Any) -> Any:
         """Run a batch, and return the network's output; the view runs shapes that no sample has."""
@@ -140,7 +140,7 @@ class RuntimeProgram:
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Ask `reserve` for the bytes of every further shape; what ran before is forgotten."""
-        self._reserve, self._sessions = reserve, {}
+        self._reserve, self._sessions, self._copies = reserve, {}, 1
 
     def _session(self, shapes: Shapes) -> Session:
         """Return what runs batches of these shapes with the threads that torch has here."""
@@ -150,8 +150,11 @@ class RuntimeProgram:
                 self._threads, self._sessions = threads, {}
             if known := self._sessions.get(shapes) or self._sessions.get(()):
                 return known
-            if self._sessions and not self._reserve(self._weights):
-                shapes, self._sessions = (), {}
+            if len(self._sessions) == self._copies:
+                if self._reserve(self._weights):
+                    self._copies += 1
+                else:
+                    shapes, self._sessions = (), {}
             sizes = {
                 text.partition(":")[0]: size
                 for shape, axes in zip(shapes, self._limits, strict=False)
