@@ -116,7 +116,7 @@ class EngineConfig:
         padding, allow = described["padding"], described["allow_uncalibrated"]
         if type(allow) is not bool:
             raise ValueError(f"allow_uncalibrated {allow!r}")
-        backend = described.get("backend", FUSED)  # Bundles before 0.2 do not name it.
+        backend = described.get("backend", FUSED)  # Earlier bundles do not name it.
         if type(backend) is not str:
             raise ValueError(f"backend {backend!r}")
         return cls(

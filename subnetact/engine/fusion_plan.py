@@ -54,7 +54,7 @@ from subnetact.files.fork import new_lock
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors, tensors_of
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import SHOW_AFTER_S
 from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
@@ -115,8 +115,8 @@ class PlannedProgram:
     def __call__(self, x: Any) -> Any:
         """Run a batch; the view answers samples that the program would answer wrongly, and no others."""
         view = self.bound.view
-        if not all(part.numel() for part in tensors_of(x)):
-            return call_with(view, x)
+        if isinstance(x, Tensor) and not x.numel():
+            return view(x)
         refused = self.program.refused(x)
         if not refused:
             return self.program(x)
@@ -287,7 +287,6 @@ class Plan:
                 self._programs[subnet.id] = sliced
                 self._unpacked.add(subnet.id)
             return 0
-        self._unpacked.discard(subnet.id)
         self._programs[subnet.id] = made
         return self._sizes[subnet.id]
 
