@@ -101,7 +101,7 @@ def quantised(path: Path, x: Tensor) -> Path:
         return out
     name = onnx.load(path).graph.input[0].name
 
-    class Reader(quantization.CalibrationDataReader):
+    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
             self.rest = [{name: x.numpy()}]
 
@@ -195,7 +195,8 @@ def by_size() -> dict[str, Any]:
     )
     for subnet, (name, spec) in enumerate(specs.items()):
         plain = supernet.extract(spec).eval()
-        last = supernet.extract(spec).eval().to(memory_format=torch.channels_last)
+        last = supernet.extract(spec).eval()
+        last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         for pixels in (96, 128, 160, 224):
             for size in (1, 2, 4, 8, 16, 32):
                 x = batch("ofa_resnet50", size, pixels)
