@@ -1,4 +1,4 @@
-"""torch.compile for every subnet, without its silent fallback to eager mode.
+"""CompiledPlan: torch.compile for every subnet, without its silent fallback to eager mode.
 
 Each pair of subnet and input shape has a code object of its own (`compiled_call.py` says why); one that would
 be compiled again is refused.
@@ -8,55 +8,67 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.engine.config import FUSED, VIEWS
-from subnetact.engine.ready_subnet import Bound
+from subnetact.engine.fusion_plan import Plan
+from subnetact.engine.inputs import laid_out
+from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.runtime_program import RUNTIMES
-from subnetact.errors import EngineError, RecompileRefused
+from subnetact.errors import EngineError, InvalidRequest, RecompileRefused
 from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.supernet.compiled_call import own_code
 
 
-class Compiler:
-    """Compiled callables by subnet and input shape; once `sealed`, only `compiles=True` compiles."""
+@dataclass(eq=False)
+class CompiledPlan(Plan):
+    """All subnets compiled, by subnet and input shape; once `sealed`, only `prepare` compiles."""
 
-    def __init__(self, backend: str) -> None:
-        if backend not in torch.compiler.list_backends(()):
+    compiles: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.backend not in torch.compiler.list_backends(()):
             known = ", ".join(dict.fromkeys((FUSED, VIEWS, *RUNTIMES, *torch.compiler.list_backends())))
-            raise EngineError(f"backend: there is no {backend!r} here; choose from {known}")
-        self.sealed = False
-        self._backend = backend
-        self._compiled: dict[int, tuple[Bound, Callable[..., Any]]] = {}
+            raise EngineError(f"backend: there is no {self.backend!r} here; choose from {known}")
+        self.never = f"the engine compiles its subnets instead (backend={self.backend!r})"
         self._compiling = new_lock(threading.RLock)
 
-    def __len__(self) -> int:
-        """Return the number of subnets that have a callable."""
-        return len(self._compiled)
-
-    def of(self, subnet: int, bound: Bound) -> Callable[..., Any]:
-        """Return the callable of a view; it compiles at the first call with a shape, or refuses if sealed."""
-        known = self._compiled.get(subnet)
+    def program(self, subnet: ReadySubnet, bound: Bound) -> Any:
+        """Return the callable of a view; it refuses shapes that were not prepared if sealed."""
+        known = self.compiled.get(subnet.id)
         if known is None or known[0] is not bound:
             with self._compiling:
-                known = self._compiled.get(subnet)
+                known = self.compiled.get(subnet.id)
                 if known is None or known[0] is not bound:
-                    known = self._compiled[subnet] = bound, self._callable(subnet, bound)
+                    known = self.compiled[subnet.id] = bound, self._callable(subnet.id, bound)
         return known[1]
 
+    def prepare(self, subnet: ReadySubnet, x: Any) -> None:
+        """Compile a subnet for the shape of a batch."""
+        with torch.inference_mode():
+            x = laid_out(x) if isinstance(x, Tensor) else x
+            self.program(subnet, self._bind(subnet))(x, compiles=True)
+
     def drop(self, subnet: int) -> None:
-        """Remove the callable of a subnet."""
-        self._compiled.pop(subnet, None)
+        """Remove the callable of a subnet, and its pin."""
+        super().drop(subnet)
+        self.compiled.pop(subnet, None)
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[..., Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
         copied = registries_of_copies(bound.view)
 
-        def run(x: Tensor, compiles: bool = False) -> Any:
+        def run(x: Any, compiles: bool = False) -> Any:
+            if not isinstance(x, Tensor):
+                raise InvalidRequest(
+                    f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out "
+                    "backend="
+                )
             for own in copied:
                 follow_(own)
             compiled = shapes.get((x.shape, x.dtype))
@@ -83,7 +95,7 @@ class Compiler:
         return run
 
     def _compile(self, subnet: int, view: nn.Module, x: Tensor, known: Container[Any]) -> Any:
-        backend = torch._dynamo.lookup_backend(self._backend)
+        backend = torch._dynamo.lookup_backend(self.backend)
 
         def once(graph: Any, inputs: Any) -> Any:
             if (x.shape, x.dtype) in known:

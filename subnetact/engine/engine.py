@@ -19,11 +19,11 @@ from subnetact.device import find_device, raise_if_explained
 from subnetact.engine.blocks import Block, BlockRun, SubnetBlocks
 from subnetact.engine.budget import Budget, budget_bytes
 from subnetact.engine.bundle import load_bundle, save_bundle
-from subnetact.engine.compiler import Compiler
+from subnetact.engine.compiler import CompiledPlan
 from subnetact.engine.config import FUSED, VIEWS, EngineConfig, check_weights, percentage
 from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.fusion_plan import PinResult, Plan
+from subnetact.engine.fusion_plan import PinResult, Plan, PlannedProgram
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
 from subnetact.engine.outputs import unstack
@@ -207,28 +207,21 @@ class Engine:
         self._changing, self._rebinding = new_lock(RLock), new_lock()
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
-        name = config.backend
-        self._compiler = None if name in (FUSED, VIEWS, *RUNTIMES) else Compiler(name)
+        name, backend = config.backend, graph_backend(self.device)
+        kind = Plan if name in (FUSED, VIEWS, *RUNTIMES) else CompiledPlan
         if name in tuple(RUNTIMES):
             require_runtime(name, self.device)
-        backend = graph_backend(self.device)
-        for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
+        never = "" if self._budget else "the engine has no memory budget; give memory_budget_mb="
+        if self._budget and name == VIEWS:
+            never = "the engine was made with backend='views'"
+        for_graphs = self._budget if never or kind.compiles else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
-        programs = Budget(self._budget - for_graphs)
-        self._plan = Plan(
-            supernet, programs, self._bound, lambda: self._shapes.samples, self._never_fuses(), name
-        )
+        programs = Budget(self._budget - (for_graphs if backend else 0))
+        samples = lambda: self._shapes.samples  # noqa: E731
+        self._plan = kind(supernet, programs, self._bound, samples, self._casts, never, name)
         if check is not None:
             self._try_samples(check)
         self.follow(config)
-
-    def _never_fuses(self) -> str:
-        """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""
-        if self._compiler is not None:
-            return f"the engine compiles its subnets instead (backend={self._config.backend!r})"
-        if not self._budget:
-            return "the engine has no memory budget; give memory_budget_mb="
-        return "the engine was made with backend='views'" if self._config.backend == VIEWS else ""
 
     def _try_samples(self, check: bool) -> None:
         space, specs, rows = self.supernet.space, self._config.served, list[Any]()
@@ -393,11 +386,11 @@ class Engine:
                     subnet.bound = None
             for subnet in gone:
                 self._blocks.drop(subnet.spec)
-                for part in (self._plan, self._graphs, self._compiler):
-                    if part is not None:
-                        part.drop(subnet.id)
+                self._plan.drop(subnet.id)
+                if self._graphs is not None:
+                    self._graphs.drop(subnet.id)
             self._change_plan(config.pinned)
-            if self._compiler is not None and config.prepared != self.prepared:
+            if self._plan.compiles and config.prepared != self.prepared:
                 self.prepare(config.prepared, self._calibrated_ids())
 
     def _change_plan(self, pinned: Sequence[int]) -> None:
@@ -493,11 +486,10 @@ class Engine:
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
         bound = self._bound(ready)
-        if self._compiler is not None or not isinstance(batch, Tensor) or not self._shapes.samples:
+        if self._plan.compiles or not isinstance(batch, Tensor) or not self._shapes.samples:
             return [partial(self._run, ready)]
         blocks: Sequence[Block]
-        casts = self._casts()
-        planned = None if casts else self._plan.program(ready, bound)
+        planned = self._plan.program(ready, bound)
         if planned is None:
             bound, blocks = self._blocks.of_view(ready.spec)
         elif isinstance(planned.program, FusedProgram) and not planned.program.refused(batch):
@@ -505,7 +497,7 @@ class Engine:
         else:
             blocks = [planned]
         graphs = self._graphs
-        if graphs is None or casts or len(blocks) == 1:
+        if graphs is None or self._casts() or len(blocks) == 1:
             return blocks
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
         return [partial(graphs.run, ready.id, bound, b, part=part) for part, b in enumerate(blocks, start=1)]
@@ -516,7 +508,7 @@ class Engine:
             raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(given)}")
         try:
             inputs = self._shapes.padded(inputs)
-            size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
+            size = max(len(inputs), batch_size) if self._plan.compiles else len(inputs)
             return self._stager.stack(inputs, size), size
         except Exception as error:
             raise_if_explained(error, SubnetActError)
@@ -602,7 +594,7 @@ class Engine:
         """
         unfused = "zero-copy" if self._graphs is None else "graphs"
         planned = self._config.backend if self.is_fused(subnet) else unfused
-        return planned if self._compiler is None else "compile"
+        return "compile" if self._plan.compiles else planned
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), ids: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
@@ -639,12 +631,9 @@ class Engine:
         for size, sample in shaped:
             x = self._stager.stack([sample], size)
             for subnet in chosen:
-                if self._compiler is not None and isinstance(x, Tensor):
-                    with torch.inference_mode():
-                        self._compiler.of(subnet.id, self._bound(subnet))(laid_out(x), compiles=True)
+                self._plan.prepare(subnet, x)
                 self._run(subnet, x)
-        if self._compiler is not None:
-            self._compiler.sealed = True
+        self._plan.sealed = True
         self.prepared = tuple(sorted(map(int, sizes)))
         self.changes += 1
 
@@ -659,7 +648,7 @@ class Engine:
             limit_s: the time after which no further subnet starts, in s.
         """
         end = time.monotonic() + limit_s
-        for place, size in enumerate([] if self._compiler is not None else sorted(batch_sizes)):
+        for place, size in enumerate([] if self._plan.compiles else sorted(batch_sizes)):
             x = self._stager.stack([self.sample], size)
             for subnet in self._calibrated_ids():
                 if place and time.monotonic() > end:
@@ -679,7 +668,7 @@ class Engine:
             fused_bytes=self._plan.budget.used,
             graphs=0 if self._graphs is None else self._graphs.budget.used,
             budget=self._budget,
-            compiled=0 if self._compiler is None else len(self._compiler),
+            compiled=len(self._plan.compiled),
             unfused={i: reason for i in ids if (reason := self._plan.reason(i))},
         )
 
@@ -776,22 +765,13 @@ class Engine:
 
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound, single = self._bound(subnet), isinstance(x, Tensor)
-        call: Any
-        casts, planned = self._casts(), None
-        if self._compiler is None:
-            view = bound.view if single else partial(call_with, bound.view)
-            planned = None if casts else self._plan.program(subnet, bound)
-            call = planned or view
-        elif single:
-            call = self._compiler.of(subnet.id, bound)
-        else:
-            raise InvalidRequest(
-                f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave out backend="
-            )
+        planned: Any = self._plan.program(subnet, bound)
+        call = planned or (bound.view if single else partial(call_with, bound.view))
         with torch.inference_mode():
-            if not planned or not planned.program.plain:
+            if not isinstance(planned, PlannedProgram) or not planned.program.plain:
                 x = laid_out(x) if single else as_batch(x)
-            output = call(x) if self._graphs is None or casts else self._graphs.run(subnet.id, bound, call, x)
+            graphs = None if self._casts() else self._graphs
+            output = call(x) if graphs is None else graphs.run(subnet.id, bound, call, x)
         if not self._shapes.samples:
             with self._changing:
                 if self._shapes.note(x):

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -158,12 +158,16 @@ class _Reason(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The plan of one engine. `never` says why there are no programs at all; it is empty if there may be."""
+    """The plan of one engine. `never` says why there are no programs at all; it is empty if there may be.
+
+    Under autocast, which `_casts` tells, views run. What `compiles` runs only the batch sizes of `prepare`.
+    """
 
     _supernet: Supernet
     budget: Budget
     _bind: Callable[[ReadySubnet], Bound]
     _samples: Callable[[], Sequence[Any]]
+    _casts: Callable[[], bool]
     never: str
     backend: str = FUSED
     pinned: tuple[int, ...] = ()
@@ -175,6 +179,9 @@ class Plan:
     _views: dict[int, Any] = field(default_factory=dict)  # the moments for which that failed
     _sizes: dict[int, int] = field(default_factory=dict)  # bytes of programs, estimated until they were made
     _level: int = logging.WARNING  # of the first failure
+    compiled: dict[int, Any] = field(default_factory=dict)  # of plans that compile
+    sealed: bool = False
+    compiles: ClassVar[bool] = False
 
     def __contains__(self, subnet: int) -> bool:
         return subnet in self._programs and subnet not in self._unpacked
@@ -192,6 +199,8 @@ class Plan:
 
     def program(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | None:
         """Return the program of a planned subnet, made again if necessary; None if the view has to run."""
+        if self._casts():
+            return None
         found = self._programs.get(subnet.id)
         if found is not None and found.is_of(bound):
             return found
@@ -217,6 +226,9 @@ class Plan:
             return None
         finally:
             self._making.release()
+
+    def prepare(self, subnet: ReadySubnet, x: Any) -> None:
+        """Get ready for batches of a shape, before one runs."""
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""
