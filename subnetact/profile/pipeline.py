@@ -202,9 +202,7 @@ def _quick_medians(
 ) -> list[list[float]]:
     """Measure subnets in few windows, for a search; return medians in ms, NaN if the memory ran out."""
     few = min(3, job.settings.windows)
-    settings = replace(
-        job.settings, windows=few, max_windows=few, quantiles=(50,), statistic="p50", co_runners=()
-    )
+    settings = replace(job.settings, windows=few, max_windows=few, quantiles=(50,), statistic="p50")
     sweep = Sweep(_runner(job, source, specs), batch_sizes, settings, journal, "fit")
     sweep.run(len(specs) > 1, "measuring a few subnets")
     none = np.full((len(specs), len(batch_sizes)), math.nan)

@@ -537,12 +537,9 @@ def test_a_search_without_scipy_is_refused_at_once(
     assert run(tmp_path, "--subnets", 2, "--fit-subnets", 0, *few) == 0
 
 
-def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
-    stable = {"stable": [[1, math.nan]], "stable_with_1_co_runners": [[0, math.nan]]}
-    cells = [[2.0, math.nan]]
-    table = subnetact.LatencyTable(
-        ["a"], [70.0], [1, 2], cells, stable, co_runners=[0, 1], co_runner_ms=[cells, cells]
-    )
+def test_unstable_cells_are_counted_in_further_modes_too() -> None:
+    stable = {"stable": [[1, math.nan]], "stable_of_view": [[0, math.nan]]}
+    table = subnetact.LatencyTable(["a"], [70.0], [1, 2], [[2.0, math.nan]], stable)
     assert count_stable(table) == (2, 1)
 
 
@@ -702,7 +699,6 @@ def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.C
         (("--memory-budget-mb", "inf"), "memory_budget_mb: inf must be a number"),
         (("--memory-budget-mb", -1), "memory_budget_mb: -1.0 must be a number"),
         (("--batch-sizes", 99999999999), "larger than 65536"),
-        (("--co-runners", 99999), "99999 processes; start at most 256"),
     ],
 )
 def test_impossible_numbers_are_refused_at_once(
