@@ -112,7 +112,7 @@ _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
     "save_alone": "elastic.cut_out",  # for save_pretrained of subnets; no public name
-    "save_cut_out": "elastic.folder",  # for Supernet.save_pretrained, as the next one; no public names
+    "save_cut_out": "elastic.cut_out",  # for Supernet.save_pretrained, as the next one; no public names
     "save_folder": "elastic.folder",
     "evaluate": "nas.evaluation",
     "Axis": "space",
