@@ -38,7 +38,7 @@ from subnetact.errors import (
     missing_extra,
 )
 from subnetact.files.documents import FolderFormat, StrPath
-from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write_model, write_tensors
+from subnetact.files.tensors import MODEL, SHARD_BYTES, read_model, read_tensors, write_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.latency.origin import require_measured_on, restamped
@@ -222,7 +222,7 @@ def _write_network(
         save_config_for_hf(network, str(folder / "config.json"), model_args=model["arguments"])
     once: dict[int, str] = {}
     separate = {n: t.clone() if once.setdefault(id(t), n) != n else t for n, t in tensors.items()}
-    write_model(folder, separate, shard_bytes)
+    write_tensors(folder / MODEL, separate)
 
 
 # -- reading ----------------------------------------------------------------------------------------
