@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.digits import distort, read_digits, undistorted_digits
-from subnetact.training import distill_
+from subnetact.training import DistillationReport, distill_
 
 
 class DistortedDigits:
@@ -55,6 +55,23 @@ def pretrained(path: Path, steps: int) -> nn.Module:
     return model.eval()
 
 
+def draw(report: DistillationReport, path: Path) -> None:
+    """Draw the metric before and after, and the losses of the training."""
+    from matplotlib import pyplot
+
+    _, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    left.plot(report.before, "o--", label="before")
+    left.plot(report.after, "o-", label="after")
+    left.set(xlabel="subnet, the largest first", ylabel=f"{report.metric}, held-out data")
+    steps, *losses = zip(*report.losses, strict=True)
+    for name, values in zip(("largest", "smallest", "random"), losses, strict=True):
+        right.plot(steps, values, label=name, linewidth=1)
+    right.set(xlabel="step", ylabel="training loss", yscale="log")
+    left.legend()
+    right.legend()
+    pyplot.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("distilled"), help="folder of the results")
@@ -76,7 +93,7 @@ def main() -> None:
     )
     print(report)
     report.save(args.out / "report.json")
-    report.plot(args.out / "report.png")
+    draw(report, args.out / "report.png")
     engine = subnetact.Engine(
         supernet,
         report.subnets,

@@ -20,8 +20,6 @@ from subnetact.files.documents import StrPath, parse_json
 from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["match", "parsed_config", "read", "require_finite", "some", "unwrap"]
-
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = (MODEL, "pytorch_model.bin")
 NAMES_SHOWN = 12

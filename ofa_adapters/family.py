@@ -15,8 +15,6 @@ from subnetact.files.documents import StrPath
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
 
-__all__ = ["Built", "Family", "Keys", "Names", "Shapes"]
-
 Built: TypeAlias = tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]
 """The plain network at full size, its search space, and the elastic description that `insert_` takes."""
 

@@ -12,8 +12,6 @@ from subnetact.errors import IllegalChoice
 from subnetact.space import SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec
 
-__all__ = ["Encoding", "Features", "mobile_features", "raw_features", "resnet_features", "tutorial_features"]
-
 Features: TypeAlias = npt.NDArray[np.float32]
 """Features of one subnet, float32, of shape (n_features,)."""
 Encoding: TypeAlias = Callable[[SubnetSpace, SubnetSpec, int | None], Features]

@@ -15,8 +15,6 @@ from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
 from subnetact.spec import shown
 
-__all__ = ["Layout", "block_axis", "choices", "conv_norm", "multiplier", "plain", "weights_dtype"]
-
 LARGEST_CHOICE = 8192
 """The largest number in a list of choices, and the most numbers in it."""
 

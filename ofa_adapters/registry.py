@@ -27,11 +27,6 @@ from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = [
-    "encode", "families", "family_of", "identify", "language_models", "load", "recognised",
-    "upstream_state_dict",
-]  # fmt: skip
-
 _MODULES = (
     "ofa_resnet50",
     "ofa_mbv3",

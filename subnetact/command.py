@@ -60,22 +60,24 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def reported(
-    run: Callable[[argparse.Namespace], None], options: argparse.Namespace, command: str | None = None
+    run: Callable[[argparse.Namespace], int | None],
+    options: argparse.Namespace,
+    command: str | None = None,
+    mistakes: tuple[type[Exception], ...] = (SubnetActError, OSError),
 ) -> int:
-    """Run a command and return the exit status: 0, or 2 after a user's error, which it prints.
+    """Run a command; return its exit status, or 2 after a user's error, one of `mistakes`, which it prints.
 
     An error goes to the standard error output if the name of the `command` is given.
     """
     try:
-        run(options)
+        return run(options) or 0
     except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
         raise
-    except (SubnetActError, OSError) as error:
+    except mistakes as error:
         if isinstance(error, UserCodeError):
             traceback.print_exception(error.__cause__)
         print(f"{command or 'error'}: {error}", file=sys.stderr if command else sys.stdout)
         return 2
-    return 0
 
 
 def json_object(text: str) -> dict[str, Any]:

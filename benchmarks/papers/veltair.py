@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,10 @@ from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals
 
 __all__ = ["CoRunner", "Veltair", "simulate_beside"]
+
+
+Tables: TypeAlias = Mapping[float, LatencyTable]
+"""Tables of the same subnets by the number of co-runners that they were measured beside, ascending from 0."""
 
 
 class CoRunner(NamedTuple):
@@ -37,6 +41,7 @@ class _Beside(EventLoop):
     """A simulation beside co-runners, which the policy does not see."""
 
     co_runners: Sequence[CoRunner]
+    tables: Tables
 
     def took_ms(self, job: Job) -> float:
         """Return the latency of a job that starts now."""
@@ -46,13 +51,16 @@ class _Beside(EventLoop):
 
     @cache  # noqa: B019
     def _under(self, number: float) -> npt.NDArray[np.float64]:
-        return self.table.at_co_runners(number).latency_ms
+        numbers = list(self.tables)
+        at = float(np.interp(number, numbers, range(len(numbers))))
+        below, above = (self.tables[numbers[i]].latency_ms for i in (int(at), int(np.ceil(at))))
+        return below + (at - int(at)) * (above - below)
 
 
 def simulate_beside(
     co_runners: Sequence[CoRunner],
     arrivals_ms: npt.ArrayLike,
-    table: LatencyTable,
+    tables: Tables,
     policy: Policy,
     slo_ms: float,
     workers: int = 1,
@@ -60,21 +68,21 @@ def simulate_beside(
 ) -> SimulationResult:
     """Simulate a policy as `simulate(expired="serve")` does, with the latencies beside co-runners."""
     arrivals = checked_arrivals(arrivals_ms)
-    loop = _Beside(arrivals, table, policy, np.array(slo_ms), workers, "serve", **options)
-    loop.co_runners = co_runners
+    loop = _Beside(arrivals, tables[0.0], policy, np.array(slo_ms), workers, "serve", **options)
+    loop.co_runners, loop.tables = co_runners, tables
     return loop.run()
 
 
 class Veltair:
     """Estimates the number of co-runners and asks a policy that was made for that number.
 
-    One policy is made for every number of co-runners in the table. After every batch, the measured latency is
-    divided by the latency that the table without co-runners gives. The table has this ratio for every subnet,
-    batch size and measured number of co-runners; the number of co-runners that belongs to the measured ratio
-    is found by interpolation. The estimate is an exponential moving average of these numbers over batches.
+    One policy is made for every number of co-runners. After every batch, the measured latency is divided by
+    the latency that the table without co-runners gives. The tables have this ratio for every subnet, batch
+    size and measured number of co-runners; the number of co-runners that belongs to the measured ratio is
+    found by interpolation. The estimate is an exponential moving average of these numbers over batches.
 
     Args:
-        table: a latency table with a co-runner dimension.
+        tables: a latency table for every number of co-runners.
         make: makes the policy for one number of co-runners from the table at that number, for example
             `lambda table: SlackFit(table, slo_ms=36.0)`.
         decay: weight of the past when a new estimate arrives, in [0, 1).
@@ -83,7 +91,7 @@ class Veltair:
         estimated_co_runners: the number of co-runners estimated now.
 
     Raises:
-        PolicyError: the table has no co-runner dimension, or an argument is out of range.
+        PolicyError: there is one table only, or an argument is out of range.
 
     Source:
         VELTAIR (ASPLOS'22, section 4).
@@ -91,19 +99,21 @@ class Veltair:
 
     def __init__(
         self,
-        table: LatencyTable,
+        tables: Tables,
         make: Callable[[LatencyTable], Policy],
         decay: float = 0.7,
     ) -> None:
-        if not table.co_runners:
-            raise PolicyError("table: it has no co-runner dimension; profile it under co-runners first")
+        if len(tables) < 2 or next(iter(tables)) != 0.0:
+            raise PolicyError(
+                "tables: give one without co-runners, and others that were measured beside some"
+            )
         if check_margin(decay, "decay") >= 1:
             raise PolicyError(f"decay: {decay} must be in [0, 1)")
-        self.table = table
+        self.table = table = tables[0.0]
         self.decay = decay
-        self._numbers = table.co_runners
-        self._tables = [table.at_co_runners(number).latency_ms.tolist() for number in self._numbers]
-        self._policies = [make(table.at_co_runners(number)) for number in self._numbers]
+        self._numbers = tuple(tables)
+        self._tables = [one.latency_ms.tolist() for one in tables.values()]
+        self._policies = [make(one) for one in tables.values()]
         self._columns = {size: column for column, size in enumerate(table.batch_sizes)}
         slo_ms = getattr(self._policies[0], "slo_ms", None)
         if slo_ms is not None:

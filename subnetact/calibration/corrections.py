@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 from tqdm import tqdm
 
@@ -228,18 +228,13 @@ def _ridge(x: Tensor, missing: Tensor, rank: int) -> Correction:
 
 def _together(batches: Sequence[Any]) -> Any:
     """Return one batch of all."""
-    first = batches[0]
     try:
-        if isinstance(first, Tensor):
-            return torch.cat(list(batches))
-        if isinstance(first, tuple):
-            return tuple(map(_together, zip(*batches, strict=True)))
-        if isinstance(first, dict):
-            return {name: _together([batch[name] for batch in batches]) for name in first}
+        return tree_map(
+            lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches
+        )
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         shapes = "; ".join(describe_input(batch) for batch in batches[:3])
         raise SpecError(f"corrections: batches of one shape are needed, got {shapes}") from error
-    return first
 
 
 def corrections_of(

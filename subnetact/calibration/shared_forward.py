@@ -21,7 +21,7 @@ from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import HOOKS
 from subnetact.spec import grouped
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.elementwise import elementwise, hidden_writes, is_fresh
+from subnetact.supernet.elementwise import elementwise, hidden_writes
 from subnetact.supernet.trace import trace_
 
 _NO_SETTINGS = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
@@ -54,7 +54,6 @@ class _Step:
     norms: Sequence[CalibrationNorm] = ()
     whole: bool = False
     layers: int = 0
-    fresh: bool = False
     averaged: int = 0
 
 
@@ -173,8 +172,7 @@ class SharedForward:
             self._numbers[key] = len(self._steps)
             inputs = tuple(values[n] for n in node.all_input_nodes)
             step = _Step(inputs, args, kwargs, _call(node, module), operation)
-            step.norms = () if norm is None else (norm,)
-            step.layers, step.fresh = int(module is not None), is_fresh(node, leaves)
+            step.norms, step.layers = () if norm is None else (norm,), int(module is not None)
             self._steps.append(step)
         return self._numbers[key]
 
@@ -250,7 +248,7 @@ class SharedForward:
             step = self._steps[number]
             kept = number in pending or self._next_use(number, position) is not None
             versions = [_version(values[i]) for i in step.inputs] if check else []
-            result = self._run(step, values, batch, kept, may_write=not check)
+            result = self._run(step, values, batch, kept)
             if check and versions != [_version(values[i]) for i in step.inputs if i in values]:
                 raise NotShareable(f"{step.call} writes over its input")
             for value in set(step.inputs):
@@ -261,7 +259,7 @@ class SharedForward:
                 values[number] = result
             self._make_room(values, pending, position)
 
-    def _run(self, step: _Step, values: dict[int, Any], batch: int, kept: bool, may_write: bool) -> Any:
+    def _run(self, step: _Step, values: dict[int, Any], batch: int, kept: bool) -> Any:
         fetch: Any = lambda v: values[v.step] if isinstance(v, _Ref) else v  # noqa: E731
         args: Any = map_aggregate(step.args, fetch)
         kwargs: Any = map_aggregate(step.kwargs, fetch)
@@ -273,10 +271,7 @@ class SharedForward:
         if step.norms and not step.whole and not kept:
             return step.norms[0].collect(args[0])
         if step.operation is not None:
-            first = step.args[0]
-            mine = isinstance(first, _Ref) and self._steps[first.step].fresh
-            alone = mine and len(self._uses.get(first.step, ())) == 1
-            return step.operation(args, may_write and alone)
+            return step.operation(args, over=False)  # Others may read what an operation would write over.
         return step.call(*args, **kwargs)
 
     def _next_use(self, value: int, position: int) -> int | None:

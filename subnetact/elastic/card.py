@@ -1,4 +1,4 @@
-"""The model card of a bundle: a table of the subnets, a figure, and how to load them."""
+"""The model card of a bundle: a table of the subnets, and how to load them."""
 
 from __future__ import annotations
 
@@ -94,11 +94,6 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     stamps = [table.stamp for table in tables.values()]
     calibrated = dict.fromkeys(stamp["calibrated_on"] for stamp in stamps if "calibrated_on" in stamp)
     yield from (f"BatchNorm statistics: {source}." for source in calibrated)
-    if known:
-        drawn = [(n, s["quality"][known[0]]["value"]) for n, s in subnets.items() if known[0] in s["quality"]]
-        yield from ("", "```mermaid", "xychart-beta", f"    title {json.dumps(known[0])}")
-        yield f"    x-axis {json.dumps([name for name, _ in drawn])}"
-        yield from (f"    bar {json.dumps([value for _, value in drawn])}", "```")
     first = json.dumps(next(iter(subnets), "smallest"))
     given = "" if document["model"] else ", model=network"
     yield from ("", "```python", "import subnetact", "", "# every size, from one copy of the weights")

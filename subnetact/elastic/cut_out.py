@@ -16,67 +16,64 @@ from torch import nn
 
 from subnetact.comparison import equal
 from subnetact.device import raise_if_explained
-from subnetact.elastic.factories import factory_of, ordinary
-from subnetact.errors import InsertError
+from subnetact.elastic.factories import without_progress_bars
+from subnetact.errors import InsertError, SpecError
+from subnetact.files.atomic import replacing_folder
+from subnetact.files.documents import StrPath
 from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
+from subnetact.operators.base import template_of
 from subnetact.operators.view_module import module_class
-from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.spec import FLOAT32
+from subnetact.supernet.batches import as_batch
+from subnetact.supernet.card import Card
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.supernet import Supernet
 
-LIBRARY = "transformers"
 OTHERWISE = (
     "choose the same size for all layers, or save the bundle, which from_pretrained(folder, subnet=...) loads"
 )
 
 
-def cut_out(
-    supernet: Supernet, spec: SubnetSpec, example: Any, given: Mapping[str, Any] | None
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a subnet as a model of its library's own class, and the factory of that model.
-
-    Args:
-        supernet: a supernet of a model of transformers.
-        spec: a subnet at float32.
-        example: a batch that the model takes, on which both must compute the same.
-        given: the factory of the whole model. If None, it is found if it can be.
-
-    Returns:
-        The model, in evaluation mode with its own weights, and its `library`, `name` and `arguments`.
+def save_cut_out(
+    supernet: Supernet, folder: StrPath, card: Card, only: Any, example: Any, shard_bytes: int
+) -> None:
+    """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`.
 
     Raises:
         InsertError: no configuration of the class describes the subnet; the message names what differs.
     """
-    factory = factory_of(ordinary(supernet.network), given if given and given["library"] == LIBRARY else None)
-    if factory is None or factory["library"] != LIBRARY or spec.precision != FLOAT32:
-        needed = "subnet at float32" if factory and factory["library"] == LIBRARY else "model of transformers"
+    if example is None:
+        raise SpecError("only: give example=x, a batch on which the cut-out must compute the same")
+    spec, kind = card.find(supernet.space, only), module_class(template_of(supernet.network))
+    if not kind.__module__.startswith("transformers.") or spec.precision != FLOAT32:
         raise InsertError(
-            f"{spec}: only a {needed} can be cut out as a model of its library; save the state_dict of "
-            "supernet.extract(spec), or the bundle, which holds all subnets"
+            f"{spec}: only a model of transformers can be cut out as one of its library, at float32; save "
+            "the state_dict of supernet.extract(spec), or the bundle, which holds all subnets"
         )
-    found = _plain(as_pretrained(supernet.extract(spec), example))
-    view = supernet.subnet(spec)
-    if not equal(outputs_of(found, example), outputs_of(view, example)):
-        raise InsertError(
-            f"{factory['name']} in the shapes of this subnet computes something else: its layers depend on "
-            f"their position, or on a number that no shape shows; {OTHERWISE}"
-        )
-    return found, factory
+    with replacing_folder(folder, "", "nothing") as place, without_progress_bars():
+        save_alone(supernet.extract(spec), place, example=example, max_shard_size=shard_bytes)
+        text = cut_out_card({"library": "transformers", "name": kind.__name__}, card.licence)
+        (place / "README.md").write_text(text, encoding="utf-8")
 
 
-def save_alone(subnet: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+def save_alone(subnet: Any, folder: Any, *args: Any, example: Any = None, **kwargs: Any) -> Any:
     """Write a view or an extracted network as `save_pretrained` of the class of its library does.
+
+    Both must compute the same on an `example`, for which one is made up if the library says how.
 
     Raises:
         InsertError: no configuration describes the subnet, or it cannot be compared without an example.
     """
     training = [module for module in subnet.modules() if module.training]
     try:
-        found: Any = _plain(as_pretrained(subnet.eval(), _inputs_of(subnet)))
+        x = _inputs_of(subnet) if example is None else example
+        found: Any = _plain(as_pretrained(subnet.eval(), x), x)
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = renamed(kwargs["state_dict"], renumbered(subnet))
     except Exception as error:  # Whatever a model says of inputs that are not for it.
         raise_if_explained(error, InsertError)
+        if example is not None:
+            raise
         raise InsertError(
             f"{module_class(subnet).__name__} cannot save this subnet, as it does not run on inputs "
             f"that are made up ({error!s:.200}); give some: supernet.save_pretrained(folder, only=spec, "
@@ -100,7 +97,7 @@ def _inputs_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in getattr(model, "dummy_inputs", {}).items()}
 
 
-def _plain(model: Any) -> nn.Module:
+def _plain(model: Any, example: Any) -> nn.Module:
     """Return a model as its plain class in transformers builds it from its configuration, if that can."""
     if not getattr(model, "builds_each_layer", False):
         return model  # type: ignore[no-any-return]
@@ -115,6 +112,11 @@ def _plain(model: Any) -> nn.Module:
         raise InsertError(
             f"{kind.__name__} of transformers builds no layers of different sizes ({why:.240}); {OTHERWISE}"
         ) from error
+    if not equal(outputs_of(found, as_batch(example)), outputs_of(model, as_batch(example))):
+        raise InsertError(
+            f"{kind.__name__} in the shapes of this subnet computes something else: its layers depend on "
+            f"their position, or on a number that no shape shows; {OTHERWISE}"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -37,9 +37,8 @@ from subnetact.errors import (
     SpecError,
     missing_extra,
 )
-from subnetact.files.atomic import replacing_folder
 from subnetact.files.documents import FolderFormat, StrPath
-from subnetact.files.tensors import SHARD_BYTES, read_model, read_tensors, write_model, write_tensors
+from subnetact.files.tensors import MODEL, SHARD_BYTES, read_model, read_tensors, write_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.latency.origin import require_measured_on, restamped
@@ -60,20 +59,6 @@ _NEXT_STEP = "give the folder that save_pretrained() or Engine.save() wrote"
 _SCHEMA = json.loads(Path(__file__).with_name("bundle.schema.json").read_text(encoding="utf-8"))
 BUNDLE = FolderFormat("a bundle", "subnetact.elastic", 1, _NEXT_STEP, INDEX, _SCHEMA)
 Extra = TypeVar("Extra")
-
-
-def save_cut_out(
-    supernet: Supernet, folder: StrPath, card: Card, only: Any, example: Any, shard_bytes: int
-) -> None:
-    """Write one subnet alone, as a model of its library's own class; see `Supernet.save_pretrained`."""
-    if example is None:
-        raise SpecError("only: give example=x, a batch on which the cut-out must compute the same")
-    from subnetact.elastic.cut_out import cut_out, cut_out_card
-
-    network, made = cut_out(supernet, card.find(supernet.space, only), example, card.factory)
-    with replacing_folder(folder, "", "nothing") as place:
-        _write_network(place, network, made, _copies(network.state_dict()), shard_bytes)
-        (place / "README.md").write_text(cut_out_card(made, card.licence), encoding="utf-8")
 
 
 def from_pretrained(
@@ -237,7 +222,7 @@ def _write_network(
         save_config_for_hf(network, str(folder / "config.json"), model_args=model["arguments"])
     once: dict[int, str] = {}
     separate = {n: t.clone() if once.setdefault(id(t), n) != n else t for n, t in tensors.items()}
-    write_model(folder, separate, shard_bytes)
+    write_tensors(folder / MODEL, separate)
 
 
 # -- reading ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from subnetact.files.documents import DocumentFormat, StrPath, parse_json
 MODEL, SHARDS = "model.safetensors", "model.safetensors.index.json"
 """The weights in a folder of a model; if they lie in several files, what says which tensor is in which."""
 SHARD_BYTES = 5 * 10**9
-"""The most bytes of one file of weights, unless who saves them says otherwise."""
+"""The most bytes of one file of a model of transformers, unless who saves it says otherwise."""
 
 
 def write_tensors(
@@ -58,27 +57,6 @@ def documented_tensors(
         document = parse_json((file.metadata() or {}).get("document", "null"))
         kind.check(document, path)
         yield document, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def write_model(folder: Path, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-    """Write the weights of a model into a folder, in several files if they are more than `most_bytes`."""
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > most_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
-    if len(shards) == 1:
-        write_tensors(folder / MODEL, tensors)
-        return
-    stem, suffix = MODEL.split(".")
-    files = {f"{stem}-{i:05}-of-{len(shards):05}.{suffix}": t for i, t in enumerate(shards, 1)}
-    for file, part in files.items():
-        write_tensors(folder / file, part)
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: file for file, part in files.items() for name in part},
-    }
-    (folder / SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:

@@ -74,25 +74,23 @@ def checked_cells(
     values: npt.ArrayLike,
     keys: Sequence[str],
     sizes: Sequence[int],
-    above: tuple[int, ...] = (),
     *,
     positive: bool = False,
 ) -> Floats:
-    """Return a read-only copy of shape (*above, subnets, batch sizes) of finite values; NaN stays."""
+    """Return a read-only copy of shape (subnets, batch sizes) of finite values; NaN stays."""
     try:
         cells = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise TableError(
             f"{name}: not an array of numbers ({error}); give one number per subnet and batch size"
         ) from error
-    shape = (*above, len(keys), len(sizes))
-    if cells.shape != shape:
-        raise TableError(f"{name}: shape {cells.shape}; expected {shape}, (subnets, batch sizes) last")
+    if cells.shape != (shape := (len(keys), len(sizes))):
+        raise TableError(f"{name}: shape {cells.shape}; expected {shape}, (subnets, batch sizes)")
     wrong = np.isinf(cells) | (cells <= 0 if positive else cells < 0)
     if wrong.any():
-        at = tuple(np.argwhere(wrong)[0])
+        i, j = np.argwhere(wrong)[0]
         raise TableError(
-            f"{name} of {keys[at[-2]]!r} at batch size {sizes[at[-1]]}: {cells[at]} ms; "
+            f"{name} of {keys[i]!r} at batch size {sizes[j]}: {cells[i, j]} ms; "
             f"give a finite value {'> 0' if positive else '>= 0'}, or NaN if the cell cannot run"
         )
     cells.setflags(write=False)

@@ -120,6 +120,6 @@ def warn_of_doubts(tables: Sequence[LatencyTable], engines: Sequence[Any], threa
 
 
 def count_stable(table: LatencyTable) -> tuple[int, int]:
-    """Return how many cells ran, beside every number of co-runners, and how many of them are not stable."""
+    """Return how many cells ran, in every mode that was measured, and how many of them are not stable."""
     stable = [cells for name, cells in table.statistics.items() if name.startswith("stable")]
     return sum(int((~np.isnan(cells)).sum()) for cells in stable), sum(int((c == 0).sum()) for c in stable)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +29,7 @@ LATENCY_TABLE = DocumentFormat(
 AS_SERVED = "as served"
 """The mode of a table of subnets as an engine runs them, some as fused programs and others not."""
 NOT_IN_MS = ("stable", "windows", "runs", "busy", "fused")
-"""Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
+"""Statistics of a profile that are not latencies; those of further modes begin with these names, too."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -50,12 +49,8 @@ class LatencyTable:
         statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
             also has "stable" (1 or 0), "windows" and "runs" (counts), "busy" (the share of the time for which
             the process waited for a CPU) and, where an engine serves fused programs beside other subnets,
-            "fused" (1 or 0). A statistic measured with 2 co-runners has a name such as
-            "p99_with_2_co_runners", and one of extracted networks "p99_of_extract".
+            "fused" (1 or 0). A statistic of extracted networks has a name such as "p99_of_extract".
         stamp: facts about the device and the measurement, of values that JSON can hold.
-        co_runners: the numbers of co-runners that latencies were measured with, ascending, >= 0; empty if
-            latencies were measured without co-runners only.
-        co_runner_ms: latencies with co-runners, shape (numbers of co-runners, subnets, batch sizes), ms.
         pad_index: entry k is the column of the smallest batch size >= k, for k from 0 to the largest batch
             size.
 
@@ -74,8 +69,6 @@ class LatencyTable:
     latency_ms: Floats
     statistics: Mapping[str, Floats]
     stamp: Mapping[str, Any]
-    co_runners: tuple[float, ...]
-    co_runner_ms: Floats
     pad_index: tuple[int, ...] = field(init=False)
 
     def __init__(
@@ -86,8 +79,6 @@ class LatencyTable:
         latency_ms: npt.ArrayLike,
         statistics: Mapping[str, npt.ArrayLike] | None = None,
         stamp: Mapping[str, Any] | None = None,
-        co_runners: Sequence[float] = (),
-        co_runner_ms: npt.ArrayLike | None = None,
     ) -> None:
         keys = tuple(map(str, subnets))
         if not keys:
@@ -97,13 +88,9 @@ class LatencyTable:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
         sizes = arrays.ascending_sizes(batch_sizes)
         checked = partial(arrays.checked_cells, keys=keys, sizes=sizes)
-        numbers = tuple(arrays.number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
-        if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
-            raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
         cells = checked("latency_ms", latency_ms, positive=True)
         if np.isnan(cells).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
-        beside = np.empty((0, *cells.shape)) if co_runner_ms is None else co_runner_ms
         further = {str(n): checked(f"statistics[{n!r}]", a) for n, a in (statistics or {}).items()}
         vars(self).update(  # The class is frozen.
             subnets=keys,
@@ -112,8 +99,6 @@ class LatencyTable:
             latency_ms=cells,
             statistics=MappingProxyType(further),
             stamp=MappingProxyType(arrays.json_copy(stamp or {})),
-            co_runners=numbers,
-            co_runner_ms=checked("co_runner_ms", beside, above=(len(numbers),), positive=True),
             pad_index=tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
         )
 
@@ -203,10 +188,12 @@ class LatencyTable:
     def monotone(self) -> LatencyTable:
         """Return the same table with latencies that never fall as the batch grows.
 
-        Each cell becomes the highest latency of its subnet at any batch size up to the cell's, with every
-        number of co-runners. Thus no cell promises less time than was measured. NaN stays NaN.
+        Each cell becomes the highest latency of its subnet at any batch size up to the cell's. Thus no cell
+        promises less time than was measured. NaN stays NaN.
         """
-        return replace(self, latency_ms=_rising(self.latency_ms), co_runner_ms=_rising(self.co_runner_ms))
+        missing = np.isnan(self.latency_ms)
+        rising = np.maximum.accumulate(np.where(missing, -np.inf, self.latency_ms), axis=-1)
+        return replace(self, latency_ms=np.where(missing, np.nan, rising))
 
     def select(
         self, indices: Iterable[int] | None = None, *, batch_sizes: Sequence[int] | None = None
@@ -237,7 +224,6 @@ class LatencyTable:
             batch_sizes=tuple(self.batch_sizes[j] for j in columns),
             latency_ms=self.latency_ms[cells],
             statistics={name: values[cells] for name, values in self.statistics.items()},
-            co_runner_ms=self.co_runner_ms[:, chosen][:, :, columns],
         )
 
     def scaled(self, factor: float) -> LatencyTable:
@@ -256,37 +242,6 @@ class LatencyTable:
             self,
             latency_ms=self.latency_ms * factor,
             statistics={name: values * factors[name] for name, values in self.statistics.items()},
-            co_runner_ms=self.co_runner_ms * factor,
-        )
-
-    def at_co_runners(self, number: float) -> LatencyTable:
-        """Return the table for a number of co-runners, linear between measured numbers.
-
-        It has statistics only if the number was measured.
-
-        Args:
-            number: how many co-runners. Below the lowest measured number the lowest is used, and above the
-                highest the highest.
-
-        Raises:
-            TableError: the table was measured without co-runners, or the number is not finite.
-        """
-        if not self.co_runners:
-            raise TableError("co_runners: this table was measured alone; profile it under co-runners first")
-        if not math.isfinite(number):
-            raise TableError(f"number: {number} must be finite")
-        at = float(np.interp(number, self.co_runners, range(len(self.co_runners))))
-        cells: Floats = self.co_runner_ms[int(at)]
-        if at > int(at):
-            cells = cells + (at - int(at)) * (self.co_runner_ms[int(at) + 1] - cells)
-        wanted = f"{number:g}_co_runners" if number else ""
-        split = {name: name.partition("_with_") for name in self.statistics}
-        return replace(
-            self,
-            latency_ms=cells,
-            statistics={own: self.statistics[n] for n, (own, _, beside) in split.items() if beside == wanted},
-            co_runners=(),
-            co_runner_ms=self.co_runner_ms[:0],
         )
 
     def latency_at(self, subnet: int | str, batch_size: float) -> float:
@@ -376,7 +331,7 @@ class LatencyTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers, for `from_json`."""
-        document: dict[str, Any] = {
+        return {
             "subnets": list(self.subnets),
             "accuracy": _with_nulls(np.array(self.accuracy)),
             "batch_sizes": list(self.batch_sizes),
@@ -384,10 +339,6 @@ class LatencyTable:
             "statistics": {name: _with_nulls(values) for name, values in self.statistics.items()},
             "stamp": dict(self.stamp),
         }
-        if self.co_runners:
-            document["co_runners"] = list(self.co_runners)
-            document["co_runner_ms"] = _with_nulls(self.co_runner_ms)
-        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> LatencyTable:
@@ -401,8 +352,7 @@ class LatencyTable:
             TableError: the numbers make no table.
         """
         names = ("subnets", "accuracy", "batch_sizes", "latency_ms", "statistics", "stamp")
-        optional = [name for name in ("co_runners", "co_runner_ms") if name in document]
-        return cls(**{name: document[name] for name in (*names, *optional)})
+        return cls(**{name: document[name] for name in names})
 
     def save(self, path: StrPath) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.
@@ -445,10 +395,3 @@ def _with_nulls(values: Floats) -> Any:
     found = values.astype(object)
     found[np.isnan(values)] = None
     return found.tolist()
-
-
-def _rising(cells: Floats) -> Floats:
-    """Replace each cell by the highest cell up to it on the last axis; NaN stays NaN."""
-    missing = np.isnan(cells)
-    rising: Floats = np.maximum.accumulate(np.where(missing, -np.inf, cells), axis=-1)
-    return np.where(missing, np.nan, rising)

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.device import raise_if_explained
-from subnetact.errors import SpecError, SubnetActError
+from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_pair, call_with, describe_input, logits, map_tensors, tensors_of
-from subnetact.supernet.failure import summary
+from subnetact.supernet.failure import explained
 from subnetact.supernet.supernet import Supernet
+
+CHECK = "supernet.check(x) tells whether the description of the supernet lacks a module"
 
 
 def evaluate(
@@ -75,7 +76,9 @@ def evaluate(
                 x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
                 seen += len(labels)
                 for view, spec, count in zip(views, wanted, right, strict=True):
-                    count.add_((_scores(_output(view, spec, x)).argmax(1) == labels).sum())
+                    with explained(SpecError, f"evaluate: {spec}", view, x, CHECK):
+                        output = call_with(view, x)
+                    count.add_((_scores(output).argmax(1) == labels).sum())
         if not seen:
             raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
         return [100 * int(count) / seen for count in right]
@@ -95,17 +98,6 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
             f"{tuple(labels.shape)} for {', '.join(map(str, shapes))}"
         )
     return x, labels
-
-
-def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:
-    try:
-        return call_with(view, x)
-    except Exception as error:
-        raise_if_explained(error, SubnetActError)
-        raise SpecError(
-            f"evaluate: {spec} does not run on {describe_input(x)}: {summary(view, error)}; "
-            "supernet.check(x) tells whether the description of the supernet lacks a module"
-        ) from error
 
 
 def _scores(output: Any) -> Tensor:

@@ -24,9 +24,8 @@ from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.costs.model import Cost, CostModel
-from subnetact.device import raise_if_explained
-from subnetact.errors import SearchError, StaleWeights, SubnetActError, extra_needed
-from subnetact.files.documents import DocumentFormat, StrPath
+from subnetact.errors import SearchError, StaleWeights, extra_needed
+from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import LatencyPredictor
@@ -34,9 +33,9 @@ from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import PRECISION, SubnetSpec, Value, shown
-from subnetact.supernet.batches import as_batch, call_with, describe_input, hash_tensors
+from subnetact.supernet.batches import call_with, hash_tensors
 from subnetact.supernet.bind import operators_in
-from subnetact.supernet.failure import summary
+from subnetact.supernet.failure import explained
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.task import TASKS, Lesson, Task
@@ -45,16 +44,12 @@ Choice: TypeAlias = tuple[str, int, Value]
 """An axis, the position of a slot in it, and a choice of the slot."""
 Measured: TypeAlias = Callable[[SubnetSpec], float]
 
-LAYER_SCORES = DocumentFormat(
-    "layer scores", "subnetact.layer_scores", 1, "save them with LayerScores.save()"
-)
 COSTS: Mapping[str, Callable[[Cost], int]] = {
     "macs": lambda cost: cost.macs,
     "parameters": lambda cost: cost.parameters,
     "bytes": lambda cost: cost.weight_bytes,
 }
 LATENCY = "latency_ms"
-AGAIN = "call score_layers again"
 ROUNDS = 12
 """So often a budget is solved with costs about the subnet before; those of neighbours may multiply."""
 
@@ -149,42 +144,6 @@ class LayerScores:
         chosen = [space.smallest(), *(self._within([limit], [measure]) for limit in limits), space.largest()]
         return list(dict.fromkeys(chosen))
 
-    def save(self, path: StrPath) -> None:
-        """Write the scores as JSON to `path`; an earlier file is replaced as a whole.
-
-        Raises:
-            StaleWeights: the weights are not those that were scored.
-        """
-        self._require_weights()
-        entries = [[axis, at, value, loss] for (axis, at, value), loss in self.losses.items()]
-        facts = {"space": self.supernet.space.id, "weights": self.supernet.fingerprint(), "scores": entries}
-        LAYER_SCORES.write(path, facts)
-
-    @classmethod
-    def load(cls, path: StrPath, supernet: Supernet, example: Any) -> LayerScores:
-        """Read the scores of a supernet.
-
-        Args:
-            path: a file that `save` wrote.
-            supernet: the supernet that was scored.
-            example: a batch for the network, of which the shapes count.
-
-        Returns:
-            The scores.
-
-        Raises:
-            StaleWeights: the scores are of another space or of other weights.
-            FileFormatError: the file is damaged, or no such file.
-        """
-        document = LAYER_SCORES.read(path)
-        with LAYER_SCORES.fields(path):
-            losses = {(str(a), int(i), v): float(loss) for a, i, v, loss in document["scores"]}
-            known = document["space"], document["weights"], set(losses)
-        moment = as_supernet(supernet).generation.moment()
-        if known != (supernet.space.id, supernet.fingerprint(), set(choices_of(supernet.space))):
-            raise StaleWeights(f"{path}: the scores are of another supernet or of other weights; {AGAIN}")
-        return cls(supernet, as_batch(example), losses, moment)
-
     # -- inner parts -------------------------------------------------------------------------------
 
     @cached_property
@@ -194,7 +153,9 @@ class LayerScores:
 
     def _require_weights(self) -> None:
         if not self.supernet.generation.moment().same_weights(self.moment):
-            raise StaleWeights(f"the weights have changed since the layers were scored; {AGAIN}")
+            raise StaleWeights(
+                "the weights have changed since the layers were scored; call score_layers again"
+            )
 
     def _latency(self, latency: Measured | LatencyTable | None, batch_size: int) -> Measured | None:
         if not isinstance(latency, LatencyTable):
@@ -265,17 +226,15 @@ class LayerScores:
         with extra_needed("a budget is solved by scipy: pip install 'subnetact[nas]'"):
             from scipy.optimize import Bounds, LinearConstraint, milp
         space, menu = self.supernet.space, list(self.losses)
-        index, chosen = {choice: i for i, choice in enumerate(menu)}, space.values(point)
+        index = {choice: i for i, choice in enumerate(menu)}
         slots = {(axis.name, i): slot for axis in space.axes for i, slot in enumerate(axis.slots)}
-        rows, lows, highs = list[Any](), list[float](), list[float]()
+        constraints = list[Any]()
 
         def constrain(entries: Mapping[Choice, float], low: float, high: float) -> None:
             row = np.zeros(len(menu))
             for choice, number in entries.items():
                 row[index[choice]] += number
-            rows.append(row)
-            lows.append(low)
-            highs.append(high)
+            constraints.append(LinearConstraint(row, low, high))
 
         for (axis, at), slot in slots.items():
             if (axis, at, slot.choices[0]) not in index:
@@ -289,7 +248,7 @@ class LayerScores:
             for axis, at in places:
                 smaller = slots[axis, at].choices[:-1]
                 constrain({choice: 1.0, **{(axis, at, value): 1.0 for value in smaller}}, 0.0, 1.0)
-        variants = [self._with(point, choice) for choice in menu]
+        variants = [self._with(point, [choice]) for choice in menu]
         for measure, limit in zip(measures, limits, strict=True):
             base = measure(point)
             gains = {c: measure(s) - base for c, s in zip(menu, variants, strict=True) if s != point}
@@ -297,32 +256,35 @@ class LayerScores:
             constrain({c: gain / scale for c, gain in gains.items()}, -np.inf, (limit - base) / scale)
         result = milp(
             list(self.losses.values()),
-            constraints=LinearConstraint(np.stack(rows), lows, highs),
+            constraints=constraints,
             integrality=np.ones(len(menu)),
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": 1e-4, "time_limit": 30},
         )
         if result.x is None:
             return None
-        values = {axis: list(own) for axis, own in chosen.items()}
-        for choice, taken in zip(menu, result.x, strict=True):
-            if taken > 0.5:
-                values[choice[0]][choice[1]] = choice[2]
-        return _filled(space, values)
+        return self._with(
+            point, [choice for choice, taken in zip(menu, result.x, strict=True) if taken > 0.5]
+        )
 
-    def _with(self, point: SubnetSpec, choice: Choice) -> SubnetSpec:
-        """Return a subnet with another choice in one slot."""
-        axis, at, value = choice
-        values = {name: list(own) for name, own in self.supernet.space.values(point).items()}
-        values[axis][at] = value
-        return _filled(self.supernet.space, values)
+    def _with(self, point: SubnetSpec, choices: Iterable[Choice]) -> SubnetSpec:
+        """Return a subnet with other choices; slots that were not used so far get their largest choice."""
+        space = self.supernet.space
+        present = zip(space.axes, space.values(point).values(), strict=True)
+        values = {
+            axis.name: [s.choices[-1] if v is None else v for s, v in zip(axis.slots, own, strict=True)]
+            for axis, own in present
+        }
+        for axis, at, value in choices:
+            values[axis][at] = value
+        return space.spec(**values)
 
     @cached_property
     def _skipped(self) -> dict[Choice, list[tuple[str, int]]]:
         """Choice -> the slots whose choices change nothing with it, because their layers are skipped."""
         space, network = self.supernet.space, self.supernet.network
         full = space.resolve(space.largest())
-        rows = {choice: space.resolve(self._with(space.largest(), choice)) for choice in self.losses}
+        rows = {choice: space.resolve(self._with(space.largest(), [choice])) for choice in self.losses}
         follows: dict[tuple[str, int], set[str]] = {}
         homes = [(set(operator.dims.values()), operator.path) for operator in operators_in(network)]
         for (axis, at, _), row in rows.items():
@@ -352,17 +314,6 @@ def choices_of(space: SubnetSpace) -> Iterator[Choice]:
             yield from ((axis.name, at, value) for value in slot.choices)
 
 
-def _filled(space: SubnetSpace, values: Mapping[str, Sequence[Any]]) -> SubnetSpec:
-    """Return a subnet; slots that were not used so far get their largest choice."""
-    slots = {axis.name: axis.slots for axis in space.axes}
-    return space.spec(
-        **{
-            name: [s.choices[-1] if v is None else v for s, v in zip(slots[name], own, strict=True)]
-            for name, own in values.items()
-        }
-    )
-
-
 def score_layers(
     supernet: Supernet,
     batches: Iterable[Any],
@@ -387,7 +338,8 @@ def score_layers(
             (the divergence of predictions for classes and tokens).
         output: a function of what the network returns and of the inputs, which returns what is compared.
         divergence: your own measure, a function of the outputs of a subnet and of the largest one.
-        resume: a file for unfinished work. If it exists, what it holds is not measured again.
+        resume: a file for every score as soon as it is measured. If it exists, what it holds is not measured
+            again: where it has all, no subnet runs.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -429,7 +381,7 @@ def score_layers(
         journal = Journal(resume, facts)
     scores = LayerScores(supernet, split[0][0], dict.fromkeys(choices_of(space), 0.0), moment)
     largest = space.largest()
-    variants = {c: spec for c in scores.losses if (spec := scores._with(largest, c)) != largest}
+    variants = {c: spec for c in scores.losses if (spec := scores._with(largest, [c])) != largest}
     fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]
     measured = dict[tuple[int, Choice], float]()
     if journal is not None:
@@ -490,12 +442,8 @@ class _Runs:
         return max(loss, 0.0)
 
     def _output(self, view: nn.Module, spec: SubnetSpec) -> Any:
-        try:
+        with explained(SearchError, f"score_layers: {spec}", view, self._x):
             return self._task.output(call_with(view, self._x), self._x)
-        except Exception as error:
-            raise_if_explained(error, SubnetActError)
-            what = f"{spec} does not run on {describe_input(self._x)}"
-            raise SearchError(f"score_layers: {what}: {summary(view, error)}") from error
 
     def _noting(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

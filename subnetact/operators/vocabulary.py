@@ -21,7 +21,6 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhea
 CONFIGURED_HEADS = ("num_attention_heads", "num_key_value_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
-HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
 ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
 LATENT = re.compile(r"_a_[^.]*$")
 WIDTHS = ("hidden_size", "embed_dim", "dim", "d_model", "model_dim", "hidden_dim", "input_size")

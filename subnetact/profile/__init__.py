@@ -12,7 +12,6 @@ Which file answers which question:
 - `window`: how is a call timed?
 - `stability`: when is the median of a cell known well enough?
 - `modes`: how is a subnet run, and what does a timed call include?
-- `corunners`: which processes use the device at the same time?
 """
 
 from subnetact.profile.sweep import profile_latency

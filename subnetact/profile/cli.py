@@ -6,7 +6,6 @@ import argparse
 import math
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from subnetact.command import INTERRUPTED, OptionFormatter
+from subnetact.command import INTERRUPTED, OptionFormatter, reported
 from subnetact.device import find_device, machine
-from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, UserCodeError
+from subnetact.errors import DeviceError, InvalidRequest, SubnetActError
 from subnetact.latency.origin import count_stable, unsure
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
@@ -32,7 +31,7 @@ from subnetact.spec import FLOAT32, PRECISIONS
 DONE, USAGE, UNSTABLE = 0, 2, 3
 ROWS_SHOWN = 24
 USERS_MISTAKES = (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError)
-"""Errors whose message is enough. Others are shown with their place."""
+"""Errors whose message is enough. Others are shown with their place, and the exit status is 1."""
 EPILOG = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
   {USAGE}    an error; the message says which
@@ -108,28 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if args.compare:
-            return _compare(args)
-        if args.threads is not None:
-            if args.threads < 1:
-                raise DeviceError(f"threads: {args.threads} must be at least 1")
-            torch.set_num_threads(args.threads)
-        return _machine(args) if args.machine else _profile(args)
+        return reported(_run, args, "subnetact.profile", USERS_MISTAKES)
     except KeyboardInterrupt:
         print("subnetact.profile: interrupted; --resume continues a profile", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
-        raise
-    except Exception as error:
-        if not isinstance(error, USERS_MISTAKES):
-            traceback.print_exc()
-        if isinstance(error, UserCodeError):
-            traceback.print_exception(error.__cause__)
-        hint = "; see --input-shape and --input-dtype" if isinstance(error, InvalidRequest) else ""
-        print(f"subnetact.profile: {error}{hint}", file=sys.stderr)
-        return USAGE
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.compare:
+        return _compare(args)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise DeviceError(f"threads: {args.threads} must be at least 1")
+        torch.set_num_threads(args.threads)
+    try:
+        return _machine(args) if args.machine else _profile(args)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error}; see --input-shape and --input-dtype") from error
 
 
 def _profile(args: argparse.Namespace) -> int:

@@ -12,9 +12,9 @@ from subnetact.files.journal import Journal
 from subnetact.profile.modes import BESIDE
 from subnetact.profile.window import CLOCKS, Window
 
-Cell: TypeAlias = tuple[int | str, int, int]
-"""What one latency belongs to: (number of co-runners, index of the subnet, batch size). A mode that is
-measured beside the first one has its name in the place of the number."""
+Cell: TypeAlias = tuple[str, int, int]
+"""What one latency belongs to: (mode, index of the subnet, batch size). Only a mode that is measured beside
+the first one has its name there."""
 
 
 class Measurements:
@@ -40,8 +40,7 @@ class Measurements:
 
     def impossible(self, cell: Cell) -> bool:
         """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
-        beside, subnet, batch_size = cell
-        return any((n, i) == (beside, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
+        return any(one[:2] == cell[:2] and one[2] <= cell[2] for one in self.out_of_memory)
 
     def _put(self, cell: Cell, window: Window | None) -> None:
         if window is None:
@@ -51,12 +50,11 @@ class Measurements:
 
 
 def _read(line: Mapping[str, Any]) -> tuple[Cell, Window | None]:
-    beside, subnet, batch_size = line["cell"]
-    numbers = line["cell"][beside in BESIDE :]
-    if not all(type(n) is int and n >= 0 for n in numbers):
+    mode, subnet, batch_size = line["cell"]
+    if mode not in ("", *BESIDE) or not all(type(n) is int and n >= 0 for n in (subnet, batch_size)):
         raise ValueError(f"a cell {line['cell']!r}")
     window = {name: np.array(line[name], np.float64) for name in (*CLOCKS, "busy") if name in line}
     for times in window.values():
         if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
             raise ValueError("times in ms that are not finite numbers >= 0")
-    return (beside, subnet, batch_size), window or None
+    return (mode, subnet, batch_size), window or None

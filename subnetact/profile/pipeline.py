@@ -30,7 +30,6 @@ from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.pareto import non_dominated
-from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
@@ -63,7 +62,6 @@ class ProfileJob:
             is the table for a Batcher or a simulation: its latencies never fall as the batch grows.
             The folder NAME.json.work is what `resume` reads; it may be deleted after the run.
         save_bundle: a directory for weights, statistics, subnets and tables.
-        plot: a directory for a heat map, and for the Pareto front if accuracies are known.
         resume: continue where an earlier run stopped.
     """
 
@@ -78,7 +76,6 @@ class ProfileJob:
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
     save_bundle: Path | None = None
-    plot: Path | None = None
     resume: bool = False
 
     @property
@@ -102,7 +99,7 @@ def checked(
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
-    outputs = (("out", job.out, False), ("plot", job.plot, True), ("save-bundle", job.save_bundle, True))
+    outputs = (("out", job.out, False), ("save-bundle", job.save_bundle, True))
     for name, path, is_folder in outputs:
         if path is not None and (not path.parent.is_dir() or (path.exists() and path.is_dir() != is_folder)):
             kind = "a folder" if is_folder else "a file"
@@ -110,8 +107,6 @@ def checked(
     bundle = job.save_bundle
     if bundle is not None and bundle.exists() and any(bundle.iterdir()) and not (bundle / INDEX).exists():
         raise TableError(f"save-bundle: {bundle} is neither new nor a bundle; choose a new directory")
-    if job.plot is not None:
-        need_matplotlib()
     batches: Iterable[Any] = ()
     if job.calibrate_on:
         batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
@@ -202,9 +197,7 @@ def _quick_medians(
 ) -> list[list[float]]:
     """Measure subnets in few windows, for a search; return medians in ms, NaN if the memory ran out."""
     few = min(3, job.settings.windows)
-    settings = replace(
-        job.settings, windows=few, max_windows=few, quantiles=(50,), statistic="p50", co_runners=()
-    )
+    settings = replace(job.settings, windows=few, max_windows=few, quantiles=(50,), statistic="p50")
     sweep = Sweep(_runner(job, source, specs), batch_sizes, settings, journal, "fit")
     sweep.run(len(specs) > 1, "measuring a few subnets")
     none = np.full((len(specs), len(batch_sizes)), math.nan)
@@ -233,11 +226,6 @@ def _write(job: ProfileJob, table: LatencyTable, runner: TimedRunner) -> None:
     scheduler = table.monotone()
     table.save(job.out)
     scheduler.save(job.scheduler_out)
-    if job.plot is not None:
-        job.plot.mkdir(exist_ok=True)
-        plot_heat_map(table, job.plot / "latency.png")
-        if not np.isnan(table.accuracy).any():
-            plot_front(table, job.plot / "front.png")
     if job.save_bundle is not None:
         _name(runner.engine, table)
         runner.engine.tables = {"measured": table, "scheduler": scheduler}

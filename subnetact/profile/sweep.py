@@ -1,7 +1,7 @@
 """Measures every cell of a table: `profile_latency`, and the sweep behind it.
 
-A cell is a subnet at a batch size beside a number of co-runners, or in a further mode. Every cell is measured
-in several short windows. All other cells that need another one are visited between two windows of one cell,
+A cell is a subnet at a batch size, in the first mode or in a further one. Every cell is measured in several
+short windows. All other cells that need another one are visited between two windows of one cell,
 so that a machine that speeds up or slows down does so for all of them alike.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -27,7 +26,6 @@ from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import BESIDE, ScriptedProgram, TimedRunner, engine_in_mode
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
@@ -40,7 +38,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 """The batch sizes that are measured unless a user says otherwise."""
 MOST_WINDOWS = 10
 """The most windows of an unstable cell, unless a user says otherwise."""
-MOST_CO_RUNNERS = 256
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ class SweepSettings:
         quantiles: quantiles in the table, in percent, beside mean, standard deviation and minimum.
         statistic: the statistic that becomes the table's latency: mean, p50, p90 ...; all are kept. With
             `compare`: the statistic that is compared.
-        co_runners: measure also beside this many processes that run the first subnet without pause;
-            ascending.
     """
 
     warmup_ms: float = 20.0
@@ -69,7 +64,6 @@ class SweepSettings:
     tolerance: float = 5.0
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"
-    co_runners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.max_windows:
@@ -86,16 +80,6 @@ class SweepSettings:
         for name in ("warmup_ms", "min_time_ms", "tolerance"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
-        if list(self.co_runners) != sorted(set(self.co_runners)) or any(n < 1 for n in self.co_runners):
-            raise TableError(f"co_runners: {list(self.co_runners)} must be ascending numbers >= 1")
-        if any(n > MOST_CO_RUNNERS for n in self.co_runners):
-            raise TableError(f"co_runners: {max(self.co_runners)} processes; start at most {MOST_CO_RUNNERS}")
-
-
-def _co_runners(runner: TimedRunner, count: int) -> CoRunners:
-    engine = runner.engine
-    network = engine.supernet.extract(engine.ready(engine.ids[0]).spec).to(engine.device)
-    return CoRunners(network, batch_like(runner.sample, 1, engine.device), count)
 
 
 def weights_of(supernet: Supernet, fingerprint: str | None = None) -> dict[str, Any]:
@@ -146,27 +130,21 @@ class Sweep:
         beside: Sequence[str] = (),
     ) -> None:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
-        self._beside = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
+        further = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
+        self._runners = {"": runner, **further}
         self.journal, self.measurements = journal, Measurements(journal, record)
-        kinds: tuple[int | str, ...] = (0, *settings.co_runners, *self._beside)
-        self._cells = [(n, i, b) for n in kinds for i in runner.engine.ids for b in self.batch_sizes]
+        self._cells = [(n, i, b) for n in self._runners for i in runner.engine.ids for b in self.batch_sizes]
 
     def run(self, progress: bool = True, label: str = "profiling") -> None:
         """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
-        context: CoRunners | nullcontext[None] = nullcontext()
-        if self.settings.co_runners:
-            context = _co_runners(self.runner, self.settings.co_runners[-1])
-        bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
         windows = self.measurements.windows
-        with context as processes, bar:
+        with tqdm(total=0, desc=label, unit="window", disable=not progress or None) as bar:
             while missing := self._missing():
                 bar.total = bar.n + sum(missing.values())
                 fewest = min(len(windows[cell]) for cell in missing)
                 for cell in [cell for cell in missing if len(windows[cell]) == fewest]:
                     if self.measurements.impossible(cell):
                         continue
-                    if processes is not None:
-                        processes.run(cell[0] if isinstance(cell[0], int) else 0)
                     self._measure_window(cell)
                     bar.update()
 
@@ -183,8 +161,8 @@ class Sweep:
         return missing
 
     def _measure_window(self, cell: Cell) -> None:
-        settings, (beside, subnet, batch_size) = self.settings, cell
-        runner = self._beside.get(str(beside), self.runner)
+        settings, (mode, subnet, batch_size) = self.settings, cell
+        runner = self._runners[mode]
         warmup_ms, least_ms = settings.warmup_ms, settings.min_time_ms / settings.windows
         try:
             with runner.prepared(subnet, batch_size) as call:
@@ -202,14 +180,12 @@ class Sweep:
             if runner.engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             window = None
-        if window is not None and beside in settings.co_runners:
-            window = {name: a for name, a in window.items() if name != "busy"}  # They are the other work.
         self.measurements.add(cell, window)
 
-    def statistics(self, beside: int | str = 0) -> dict[str, np.ndarray]:
+    def statistics(self, mode: str = "") -> dict[str, np.ndarray]:
         """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
         found = []
-        for cell in (cell for cell in self._cells if cell[0] == beside):
+        for cell in (cell for cell in self._cells if cell[0] == mode):
             windows = [] if self.measurements.impossible(cell) else self.measurements.windows[cell]
             tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
             found.append(statistics_of(windows, tolerance, quantiles) if windows else {})
@@ -224,27 +200,21 @@ class Sweep:
     def table(self, accuracy: Sequence[float | None], **facts: Any) -> LatencyTable:
         """Return the measurements as a table; `facts` are further facts for the stamp."""
         runner, settings = self.runner, self.settings
-        found = {n: self.statistics(n) for n in (0, *settings.co_runners)}
-        alone = found[0]
-        if settings.statistic not in alone:
+        found: dict[str, np.ndarray] = {}
+        for mode in self._runners:
+            found |= {f"{name}_of_{mode}" if mode else name: a for name, a in self.statistics(mode).items()}
+        if settings.statistic not in found:
             raise TableError("no cell could be measured: the memory ran out in all; use smaller batches")
-        numbers = tuple(found) if settings.co_runners else ()
-        none = np.full_like(alone[settings.statistic], math.nan)
-        beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
-        for mode in self._beside:
-            beside |= {f"{name}_of_{mode}": cells for name, cells in self.statistics(mode).items()}
         if "fused" in runner.facts:
             fused = np.isin(range(len(runner.engine.keys)), runner.facts["fused"])[:, None]
-            beside["fused"] = fused + 0.0 * alone[settings.statistic]  # NaN where nothing ran
+            found["fused"] = fused + 0.0 * found[settings.statistic]  # NaN where nothing ran
         return LatencyTable(
             runner.engine.keys,
             accuracy,
             self.batch_sizes,
-            alone[settings.statistic],
-            statistics={**alone, **beside},
+            found[settings.statistic],
+            statistics=found,
             stamp={**_environment_of(runner, settings), "measured": self._measured_at(), **moment(), **facts},
-            co_runners=numbers,
-            co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
         )
 
     def _measured_at(self) -> str:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.comparison import LOW_PRECISION, equal
-from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, tensors_of
 from subnetact.supernet.chain import Chain
-from subnetact.supernet.failure import summary
+from subnetact.supernet.failure import explained
 from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double, prove
@@ -91,14 +90,9 @@ def check_precisions(
         for precision in precisions:
             low = space.at_precision(spec, precision)
             view = bind(low)
-            try:
+            kept = "at float32 it does; leave the module there with enable_precision(..., keep=[name])"
+            with explained(InsertError, f"check: {low}", view, x, kept):
                 outputs = outputs_of(view, x)
-            except Exception as error:
-                raise_if_out_of_memory(error)
-                raise InsertError(
-                    f"check: {low} does not run: {summary(view, error)}; at float32 it does; leave the "
-                    "module at float32 with enable_precision(..., keep=[name])"
-                ) from error
             for one, other in zip(outputs, expected, strict=True):
                 if bool(other.isfinite().all()) and not equal(one, other, LOW_PRECISION):
                     raise InsertError(
@@ -126,14 +120,9 @@ def check(
     # A skipped layer is an identity in its place, unless it is one branch of a switch.
     stacks = [m for m in network.modules() if isinstance(m, LayerSelect) and not isinstance(m, ModuleSwitch)]
     chains = {s: Chain(s.path, view.get_submodule(s.path)._modules) for s in stacks if compare}
-    try:
+    advice = "give a batch that the network takes, with a batch dimension, (N, C, H, W) for images"
+    with explained(SpecError, f"check: {full}", view, x, advice):
         outputs_of(view, x)
-    except Exception as error:
-        raise_if_out_of_memory(error)
-        raise SpecError(
-            f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
-            "that the network takes, with a batch dimension, (N, C, H, W) for images"
-        ) from error
     for stack, layers_of in chains.items():
         for layers, what in layers_of.breaks():
             if not layers.isdisjoint(stack.dims):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import first_line
+from subnetact.device import raise_if_explained, raise_if_out_of_memory
+from subnetact.errors import SubnetActError, first_line
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import call_with, describe_input, map_tensors
 
 
 def failure(network: Callable[..., Any], x: Any) -> Exception | None:
@@ -25,6 +26,19 @@ def failure(network: Callable[..., Any], x: Any) -> Exception | None:
         raise_if_out_of_memory(error)
         return error
     return None
+
+
+@contextmanager
+def explained(
+    kind: type[SubnetActError], subject: str, network: nn.Module, x: Any, advice: str = ""
+) -> Iterator[None]:
+    """Say on which batch a subject does not run, at which module of its network, and what to do then."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_explained(error, SubnetActError)
+        why = f"{summary(network, error)}{advice and f'; {advice}'}"
+        raise kind(f"{subject} does not run on {describe_input(x)}: {why}") from error
 
 
 def culprit(network: nn.Module, error: BaseException) -> str:

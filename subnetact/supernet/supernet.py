@@ -772,7 +772,7 @@ class Supernet(ReadThrough):
             factory: `{"library": "torchvision", "name": "resnet18", "arguments": {"num_classes": 10}}`, which
                 makes the original network again; the library may also be `timm` or `transformers`. If None,
                 it is found if it can be; loading the bundle of any other network needs `model=`.
-            shard_bytes: the most bytes of one file of weights.
+            shard_bytes: the most bytes of one file of weights of a model of transformers; others have one.
             only: the name of a subnet, a specification, or what `space.parse` takes. If given, the folder is
                 no bundle but holds this subnet alone, cut out as a model of the library's own class that
                 needs nothing of this package; its README.md shows how to open it.

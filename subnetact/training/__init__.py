@@ -5,7 +5,7 @@
 - `sandwich.py`: the gradients of one batch, for several subnets.
 - `trainer.py`: a Trainer of transformers that trains all subnets.
 - `batch_stream.py`: which batch comes next, also after a kill; `state.py`: the file with which it goes on.
-- `stored_outputs.py`: what a teacher returned, on disk; `progress_bar.py`: bars, or lines in a log.
+- `progress_bar.py`: bars, or lines in a log.
 - `report.py`: what the training did for every subnet.
 
 A teacher that moves

@@ -30,7 +30,6 @@ from subnetact.training.run import TrainingRun, even_subnet
 from subnetact.training.sandwich import IGNORED
 from subnetact.training.settings import AUTO, Distillation, name_of
 from subnetact.training.state import TrainingState
-from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import Task
 
 FROZEN = "frozen"
@@ -124,10 +123,6 @@ def distill_(
             calibrate(supernet, [space.largest()], inputs, progress=settings.progress)
             chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement.teacher = chosen
-        outputs = None
-        if settings.stored is not None:
-            taught = chosen if settings.distillation or not task.learns else None
-            outputs = StoredOutputs(settings.stored, taught, task, f"{device.type} {settings.autocast}")
         run = TrainingRun(
             supernet=supernet,
             settings=settings,
@@ -135,7 +130,6 @@ def distill_(
             processes=processes,
             task=task,
             teacher=chosen,
-            stored=outputs,
             optimizer=settings.optimizer or torch.optim.AdamW(parameters, settings.learning_rate),
             scaler=torch.amp.GradScaler(device.type, enabled=settings.autocast is torch.float16),
         )

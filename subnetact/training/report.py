@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from subnetact.files.documents import write_json
-from subnetact.latency.plot import need_matplotlib
 from subnetact.spec import SubnetSpec
 
 
@@ -73,29 +72,3 @@ class DistillationReport:
             WriteError: the file cannot be written.
         """
         write_json(path, self.to_json())
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the metric before and after, and the training losses.
-
-        Args:
-            path: the image file; its ending selects the format.
-
-        Raises:
-            MissingExtra: matplotlib is not installed.
-        """
-        figure = need_matplotlib()(figsize=(9, 3.8), layout="constrained")
-        first, second = figure.subplots(1, 2)
-        for values, label, style in ((self.before, "before", "o--"), (self.after, "after", "o-")):
-            first.plot(range(len(values)), values, style, label=label)
-        first.set(xlabel="subnet, the largest first", ylabel=f"{self.metric}, held-out data")
-        if self.metric == "perplexity":
-            first.set_yscale("log")
-        for i, name in enumerate(("largest", "smallest", "random"), 1):
-            points = [(entry[0], entry[i]) for entry in self.losses if entry[i] == entry[i]]
-            if points:
-                second.plot(*zip(*points, strict=True), label=name, linewidth=1)
-        second.set(xlabel="step", ylabel="training loss", yscale="log")
-        for axes in (first, second):
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
-        figure.savefig(path, dpi=120)

@@ -24,7 +24,6 @@ from subnetact.training.progress_bar import progress_bar
 from subnetact.training.sandwich import average_gradients, sandwich_step
 from subnetact.training.settings import Distillation
 from subnetact.training.state import TrainingState
-from subnetact.training.stored_outputs import StoredOutputs
 from subnetact.training.task import Lesson, Task
 
 WARM_UP = 0.05
@@ -50,7 +49,6 @@ class TrainingRun:
     processes: int
     task: Task
     teacher: Callable[..., Any] | None
-    stored: StoredOutputs | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     facts: dict[str, Any] = field(default_factory=dict)
@@ -150,18 +148,17 @@ class TrainingRun:
             torch.autograd.backward(self.scaler.scale(total / settings.accumulate))
 
         with nullcontext() if settings.autocast is None else torch.autocast(device.type, settings.autocast):
-            wanted = None if self.stored is None else self.stored(x, self.stream.epoch == 0).to(device)
             return sandwich_step(
                 self.supernet,
                 x,
                 labels,
                 rng=random.Random(),
                 loss=lesson.loss,
-                output=lambda output: output if output is wanted else task.output(output, x),
+                output=lambda output: task.output(output, x),
                 subnets=chosen,
                 distillation=settings.distillation if task.learns else 1.0,
                 divergence=lesson.divergence,
-                teacher=self.teacher if wanted is None else lambda *_, **__: wanted,
+                teacher=self.teacher,
                 backward=backward,
             )
 

@@ -79,11 +79,6 @@ class Distillation:
         output: a function of what the network returns and of the inputs, which returns the tensor that is
             learnt. If None, the network's `logits` or `out`, or the first of several outputs.
         calibration: the number of training batches for BatchNorm statistics and for "taylor".
-        stored: a folder for the outputs of a teacher that does not change: it runs in the first epoch, and
-            later ones, of this call and of others with the same batches, read what it returned. A file per
-            batch has the outputs as they were, 4 bytes per score, or 2 with `autocast`: 200 MB for 1000
-            tokens of 50000. Batches are known by their content, and others run the teacher again, so give
-            a list, or a DataLoader that neither shuffles nor changes its samples. Remove the folder yourself.
         resume: a file for unfinished work. If it exists, the training goes on from there, and the report
             is that of an uninterrupted run, up to rounding. Begin with the same supernet, untrained, and
             the same batches in the same order. Batches of an unfinished epoch are read once more.
@@ -119,7 +114,6 @@ class Distillation:
     metric: Function | None = None
     output: Function | None = None
     calibration: int = 8
-    stored: str | PathLike[str] | None = None
     resume: str | PathLike[str] | None = None
     save_every_s: float | None = None
     seed: int = 0

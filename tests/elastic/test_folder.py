@@ -239,12 +239,11 @@ def test_names_stay_whoever_gave_them_and_subnets_without_one_get_a_number(
 
 
 def test_weights_in_several_files(saved: Path, tmp_path: Path) -> None:
-    for name in ("torchvision", "decoder"):
-        supernet: Any = subnetact.from_pretrained(saved / name)
-        supernet.save_pretrained(tmp_path / name, shard_bytes=2**14)
-        assert len(list((tmp_path / name).glob("model-*.safetensors"))) > 1
-        again: Any = subnetact.from_pretrained(tmp_path / name)
-        assert again.fingerprint() == supernet.fingerprint()
+    supernet: Any = subnetact.from_pretrained(saved / "decoder")
+    supernet.save_pretrained(tmp_path / "decoder", shard_bytes=2**14)
+    assert len(list((tmp_path / "decoder").glob("model-*.safetensors"))) > 1
+    again: Any = subnetact.from_pretrained(tmp_path / "decoder")
+    assert again.fingerprint() == supernet.fingerprint()
     index = tmp_path / "decoder" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001", "../model-00001"))
     with pytest.raises(FileFormatError, match="changed since it was written"):

@@ -107,16 +107,16 @@ def test_a_record_is_replaced_by_one_of_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"cell": [0, 0]},
-        {"cell": [0, 0, "1"]},
-        {"cell": [0, -1, 1]},
+        {"cell": ["", 0]},
+        {"cell": ["", 0, "1"]},
+        {"cell": ["", -1, 1]},
         {"cell": ["view", "view", 1]},
         {"cell": ["fused", 0, 1]},
-        {"cell": [0, 0, 1], "host_ms": "x"},
-        {"cell": [0, 0, 1], "host_ms": [[1.0], [1.0, 2.0]]},
-        {"cell": [0, 0, 1], "host_ms": [float("inf")]},
-        {"cell": [0, 0, 1], "host_ms": []},
-        {"cell": [0, 0, 1], "host_ms": [10**400]},
+        {"cell": ["", 0, 1], "host_ms": "x"},
+        {"cell": ["", 0, 1], "host_ms": [[1.0], [1.0, 2.0]]},
+        {"cell": ["", 0, 1], "host_ms": [float("inf")]},
+        {"cell": ["", 0, 1], "host_ms": []},
+        {"cell": ["", 0, 1], "host_ms": [10**400]},
     ],
 )
 def test_impossible_measurements_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None:

@@ -718,7 +718,7 @@ PROFILE = (
         "--input-dtype",
         "--dtype",
     ),
-    *("--memory-budget-mb", "--device", "--threads", "--co-runners", "--warmup-ms"),
+    *("--memory-budget-mb", "--device", "--threads", "--warmup-ms"),
     *("--min-time-ms", "--windows", "--max-windows", "--tolerance", "--quantiles", "--statistic", "--out"),
 )
 TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {

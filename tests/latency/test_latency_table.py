@@ -77,46 +77,23 @@ def test_padded_is_the_smallest_profiled_size(table):
             table.padded(k)
 
 
-def test_statistics_stamp_and_co_runners_round_trip(tmp_path):
-    table = small(co_runners=[0.0, 1.0], co_runner_ms=[[[3, 2], [4, math.nan]], [[6, 5], [9, math.nan]]])
+def test_statistics_and_stamp_round_trip(tmp_path):
+    table = small()
     table.save(tmp_path / "t.json")
     again = LatencyTable.load(tmp_path / "t.json")
     assert again == table
     assert again.stamp["device"] == "test"
     assert again.statistics["std"][1, 0] == 0.3
-    assert again.co_runners == (0.0, 1.0)
-    np.testing.assert_allclose(again.at_co_runners(0.5).latency_ms[:, 0], [4.5, 6.5])
-    np.testing.assert_allclose(again.at_co_runners(7.0).latency_ms[:, 0], [6.0, 9.0])
-    assert again.at_co_runners(0.0).co_runners == ()
 
 
-def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statistics() -> None:
-    table = LatencyTable(
-        ["a"], [50.0], [1, 2], [[2.0, 3.0]],
-        statistics={
-            "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[9.0, 7.0]],
-            "stable_with_2_co_runners": [[0, 1]]
-        },
-        co_runners=[0, 2], co_runner_ms=[[[2.0, 3.0]], [[8.0, 6.0]]],
-    )  # fmt: skip
-    assert table.monotone().co_runner_ms.tolist() == [[[2.0, 3.0]], [[8.0, 8.0]]]
-    assert table.monotone().at_co_runners(2).latency_ms.tolist() == [[8.0, 8.0]]
-    twice = table.scaled(2)
-    assert twice.co_runner_ms[1].tolist() == [[16.0, 12.0]]
-    assert {name: values.tolist() for name, values in twice.statistics.items()} == {
-        "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[18.0, 14.0]],
-        "stable_with_2_co_runners": [[0, 1]],
+def test_what_scales_latencies_scales_the_statistics_that_are_latencies() -> None:
+    statistics = {
+        "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_of_view": [[9.0, 7.0]], "stable_of_view": [[0, 1]],
     }  # fmt: skip
-    shown = {number: table.at_co_runners(number).statistics for number in (0, 1, 2)}
-    assert shown[0]["p99"].tolist() == [[4.0, 5.0]]
-    assert shown[1] == {}
-    assert shown[2]["p99"].tolist() == [[9.0, 7.0]]
-    assert shown[2]["stable"].tolist() == [[0, 1]]
-
-
-def test_co_runners_must_be_measured():
-    with pytest.raises(TableError, match="measured alone"):
-        small().at_co_runners(1.0)
+    twice = LatencyTable(["a"], [50.0], [1, 2], [[2.0, 3.0]], statistics).scaled(2)
+    assert {name: values.tolist() for name, values in twice.statistics.items()} == {
+        "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_of_view": [[18.0, 14.0]], "stable_of_view": [[0, 1]],
+    }  # fmt: skip
 
 
 def test_select_and_scaled():
@@ -169,10 +146,6 @@ def test_the_array_of_the_caller_is_copied():
         ({"latency_ms": [[math.nan] * 2] * 2}, "every cell is NaN"),
         ({"statistics": {"p99": [[1.0, 1.0], [1.0, -1.0]]}}, "'p99'.*'b' at batch size 4"),
         ({"stamp": {"when": object()}}, "stamp"),
-        ({"co_runners": [1.0, 0.5], "co_runner_ms": np.ones((2, 2, 2))}, "ascending"),
-        ({"co_runners": [1.0]}, r"co_runner_ms: shape \(0, 2, 2\); expected \(1, 2, 2\)"),
-        ({"co_runners": [1.0], "co_runner_ms": 5.0}, r"co_runner_ms: shape \(\); expected"),
-        ({"co_runners": [1.0], "co_runner_ms": [[[1.0, 1.0], [1.0]]]}, "co_runner_ms: not an array"),
         ({"batch_sizes": [1, 10**9]}, r"batch_sizes\[1\]: 1000000000 is larger than 65536"),
         ({"batch_sizes": [1, 10**5000]}, "is larger than 65536"),
         ({"accuracy": [10**400, 1.0]}, "no larger than a float can be"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import FileFormatError, ResumeMismatch, SearchError, SpecError, StaleWeights
+from subnetact.errors import ResumeMismatch, SearchError, SpecError, StaleWeights
 from subnetact.latency.table import LatencyTable
 from subnetact.nas import LayerScores, score_layers
 from subnetact.spec import SubnetSpec
@@ -177,26 +177,19 @@ def test_latencies_come_from_a_table_or_a_function() -> None:
         assert 0.8 * limit <= milliseconds(chosen) <= 1.02 * limit
 
 
-def test_saved_scores_choose_the_same_and_belong_to_their_weights(tmp_path: Path) -> None:
+def test_scores_of_a_finished_file_choose_the_same_and_belong_to_their_weights(tmp_path: Path) -> None:
     supernet, batch, task = decoder()
-    scores = score_layers(supernet, [batch], task=task, progress=False)
-    scores.save(tmp_path / "scores.json")
-    again = LayerScores.load(tmp_path / "scores.json", supernet, batch)
+    given: dict[str, Any] = {"task": task, "resume": tmp_path / "scores.jsonl", "progress": False}
+    scores, again = score_layers(supernet, [batch], **given), score_layers(supernet, [batch], **given)
     assert again.losses == scores.losses
     assert again.best({"macs": 0.7}) == scores.best({"macs": 0.7})
     with torch.no_grad():
         next(supernet.parameters()).mul_(1.01)
-    for stale in (
-        lambda: scores.best({"macs": 0.7}),
-        lambda: scores.front(3),
-        lambda: scores.save(tmp_path / "other.json"),
-        lambda: LayerScores.load(tmp_path / "scores.json", supernet, batch),
-    ):
+    for stale in (lambda: scores.best({"macs": 0.7}), lambda: scores.front(3)):
         with pytest.raises(StaleWeights, match="call score_layers again"):
             stale()
-    (tmp_path / "scores.json").write_text("{}")
-    with pytest.raises(FileFormatError):
-        LayerScores.load(tmp_path / "scores.json", supernet, batch)
+    with pytest.raises(ResumeMismatch, match="weights"):
+        score_layers(supernet, [batch], **given)
 
 
 def test_an_interrupted_scoring_goes_on_where_it_was(tmp_path: Path) -> None:

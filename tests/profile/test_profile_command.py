@@ -32,10 +32,9 @@ from subnetact import device
 from subnetact.command import import_name
 from subnetact.costs.model import CostModel
 from subnetact.elastic.__main__ import main as elastic
-from subnetact.errors import MissingExtra, SpecError
+from subnetact.errors import SpecError
 from subnetact.files.journal import Journal, signed
 from subnetact.latency.origin import count_stable
-from subnetact.latency.plot import need_matplotlib
 from subnetact.profile.cli import build_parser, main
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.options import call_with_options
@@ -98,7 +97,7 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     arguments = (
         "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy",
         "--fit-subnets", "0", "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
-        "--plot", tmp_path / "plots", "--save-bundle", tmp_path / "bundle",
+        "--save-bundle", tmp_path / "bundle",
     )  # fmt: skip
     assert run(tmp_path, *arguments) == 0
     printed = capsys.readouterr().out
@@ -118,7 +117,6 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert engine.accuracy == table.accuracy
     assert engine.tables == {"measured": table, "scheduler": scheduler}
     assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
     policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
     assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
 
@@ -518,15 +516,6 @@ def test_a_network_of_two_inputs_is_left_to_the_api(tmp_path: Path) -> None:
         load_source(model=f"{FACTORY}:two_inputs", bundle=str(tmp_path / "pair"))
 
 
-def test_figures_without_matplotlib_are_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtra):
-        need_matplotlib()
-    assert run(tmp_path, "--plot", tmp_path / "plots") == 2
-
-
 def test_a_search_without_scipy_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -537,12 +526,9 @@ def test_a_search_without_scipy_is_refused_at_once(
     assert run(tmp_path, "--subnets", 2, "--fit-subnets", 0, *few) == 0
 
 
-def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
-    stable = {"stable": [[1, math.nan]], "stable_with_1_co_runners": [[0, math.nan]]}
-    cells = [[2.0, math.nan]]
-    table = subnetact.LatencyTable(
-        ["a"], [70.0], [1, 2], cells, stable, co_runners=[0, 1], co_runner_ms=[cells, cells]
-    )
+def test_unstable_cells_are_counted_in_further_modes_too() -> None:
+    stable = {"stable": [[1, math.nan]], "stable_of_view": [[0, math.nan]]}
+    table = subnetact.LatencyTable(["a"], [70.0], [1, 2], [[2.0, math.nan]], stable)
     assert count_stable(table) == (2, 1)
 
 
@@ -702,7 +688,6 @@ def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.C
         (("--memory-budget-mb", "inf"), "memory_budget_mb: inf must be a number"),
         (("--memory-budget-mb", -1), "memory_budget_mb: -1.0 must be a number"),
         (("--batch-sizes", 99999999999), "larger than 65536"),
-        (("--co-runners", 99999), "99999 processes; start at most 256"),
     ],
 )
 def test_impossible_numbers_are_refused_at_once(

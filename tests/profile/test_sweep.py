@@ -20,7 +20,6 @@ from subnetact.device import find_device, ran_out_of_memory
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
-from subnetact.profile.corunners import CoRunners
 from subnetact.profile.modes import MODES, TimedRunner, check_mode, mode_options
 from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.supernet.supernet import Supernet
@@ -126,7 +125,7 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> 
             sweep(first, [1, 4], settings, Journal(path, {}))
         before = path.read_bytes()
         done = Counter(tuple(line["cell"]) for line in Journal(path, {}).of("window"))
-        second = FakeRunner(lambda i, b, visit, done=done: times(i, b, done[0, i, b] + visit))
+        second = FakeRunner(lambda i, b, visit, done=done: times(i, b, done["", i, b] + visit))
         sweep(second, [1, 4], settings, Journal(path, {}))
         assert path.read_bytes().startswith(before)
         assert len(second.visits) == len(whole.visits) - after
@@ -178,7 +177,6 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
         ({"windows": 0}, "at least 1"),
         ({"tolerance": math.nan}, "tolerance"),
         ({"warmup_ms": -1.0}, "warmup_ms"),
-        ({"co_runners": (2, 1)}, "ascending"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
@@ -234,78 +232,6 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
         subnetact.profile_latency(changed, [1, 2], resume=path, **quick)
 
 
-def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
-    settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,))
-    measured = Sweep(TimedRunner(engine), [1], settings)
-    measured.run(progress=False)
-    table = measured.table([60.0, 80.0])
-    assert table.co_runners == (0.0, 1.0)
-    assert table.co_runner_ms.shape == (2, 2, 1)
-    assert table.co_runner_ms[0].tolist() == table.latency_ms.tolist()
-    assert np.isfinite(table.co_runner_ms).all()
-    beside = table.at_co_runners(1.0)
-    assert beside.latency_ms.tolist() == table.co_runner_ms[1].tolist()
-    alone = {name for name in table.statistics if "co_runners" not in name}
-    assert set(beside.statistics) == alone - {"busy", "fused"}  # co-runners of its own disturb no profile
-    assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
-
-
-def test_co_runners_run_in_their_cells_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Company:
-        running = 0
-
-        def __enter__(self) -> Company:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def run(self, count: int) -> None:
-            self.running = count
-
-    company = Company()
-    running: list[int] = []
-    wanted: list[int] = []
-
-    def times(*_: int) -> float:
-        running.append(company.running)
-        return 1.0
-
-    class Noted(Journal):
-        def append(self, record: str, **facts: Any) -> None:
-            wanted.append(facts["cell"][0])
-
-    settings = SweepSettings(co_runners=(1, 3))
-    journal = Noted(tmp_path / "j.jsonl", {})
-    monkeypatch.setattr("subnetact.profile.sweep._co_runners", lambda *_: company)
-    sweep(FakeRunner(times), [1, 2], settings, journal)
-    assert len(running) == 2 * 2 * 3 * settings.windows
-    assert running == wanted
-
-
-def test_co_runners_pause_when_they_are_told_to(wait_for: Callable[..., None]) -> None:
-    network, x = torch.nn.Linear(4, 2), torch.zeros(1, 4)
-
-    def moved(since: tuple[int, ...]) -> bool:
-        """Tell whether a co-runner finishes a pass while this process does many."""
-        for _ in range(20_000):
-            network(x)
-        return company.passes != since
-
-    with CoRunners(network, x, 2) as company:
-        begun = company.passes
-        assert min(begun) >= 2
-        assert not moved(begun)
-        company.run(1)
-        before = company.passes[0]
-        wait_for(lambda: company.passes[0] > before + 10, 60)
-        assert company.passes[1] == begun[1]
-        company.run(0)
-        paused = company.passes
-        assert paused[1] == begun[1]
-        assert not moved(paused)
-
-
 def test_what_runs_out_of_memory() -> None:
     for words in (CPU_OUT_OF_MEMORY, "CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"):
         assert ran_out_of_memory(RuntimeError(words))
@@ -317,9 +243,3 @@ def test_devices_that_cannot_be_waited_for_are_refused() -> None:
         with pytest.raises(DeviceError, match=f"device '{device}' cannot be") as raised:
             find_device(device)
         assert len(str(raised.value)) < 400
-
-
-def test_a_co_runner_that_dies_is_noticed() -> None:
-    unfit = CoRunners(torch.nn.Linear(3, 2), torch.zeros(1, 4), 1)
-    with pytest.raises(DeviceError, match="co-runner 1 of 1 ended"), unfit:
-        pass

@@ -29,36 +29,26 @@ def test_coarse_pays_for_switching(a40: LatencyTable) -> None:
 
 
 def test_co_runners_slow_what_runs_beside_them() -> None:
-    table = LatencyTable(
-        ["only"], [80.0], [1], [[5.0]], co_runners=[0.0, 1.0], co_runner_ms=[[[5.0]], [[9.0]]]
-    )
+    tables = {n: LatencyTable(["only"], [80.0], [1], [[ms]]) for n, ms in ((0.0, 5.0), (1.0, 9.0))}
     trace, runners = [0.0, 100.0, 200.0], [CoRunner(90.0, 150.0, 1.0)]
-    result = simulate_beside(runners, trace, table, Fixed(table, 0), 36.0, decisions=True)
+    result = simulate_beside(runners, trace, tables, Fixed(tables[0.0], 0), 36.0, decisions=True)
     assert result.decisions is not None
     assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
 
 
 def test_veltair_estimates_co_runners(a40: LatencyTable) -> None:
-    base = a40.latency_ms
-    table = LatencyTable(
-        a40.subnets,
-        a40.accuracy,
-        a40.batch_sizes,
-        base,
-        co_runners=[0.0, 1.0, 2.0],
-        co_runner_ms=[base, 1.5 * base, 2.0 * base],
-    )
+    base, tables = a40.latency_ms, {0.0: a40, 1.0: a40.scaled(1.5), 2.0: a40.scaled(2.0)}
     trace = bursty(1500, 3000, 2, 8, seed=0)
     runners = [CoRunner(2000.0, 6000.0, 2.0)]
     aware, blind = (
-        simulate_beside(runners, trace, table, policy, 36.0, 8)
+        simulate_beside(runners, trace, tables, policy, 36.0, 8)
         for policy in (
-            Veltair(table, lambda t: SlackFit(t, buckets=4, slo_ms=36.0)),
-            SlackFit(table, buckets=4, slo_ms=36.0),
+            Veltair(tables, lambda t: SlackFit(t, buckets=4, slo_ms=36.0)),
+            SlackFit(a40, buckets=4, slo_ms=36.0),
         )
     )
     assert aware.attainment > blind.attainment
-    policy = Veltair(table, lambda t: SlackFit(t, slo_ms=36.0))
+    policy = Veltair(tables, lambda t: SlackFit(t, slo_ms=36.0))
     for _ in range(40):
         policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
     assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
@@ -94,7 +84,7 @@ def test_flex_keeps_its_competitive_bound() -> None:
         lambda t: Flex(t, factor=1.0),
         lambda t: Flex(t, subnet=17),
         lambda t: Preemptive(Flex(t)),
-        lambda t: Veltair(t, lambda t: SlackFit(t, slo_ms=36.0)),
+        lambda t: Veltair({0.0: t}, lambda t: SlackFit(t, slo_ms=36.0)),
     ],
 )
 def test_bad_settings_are_refused(a40: LatencyTable, make: Make) -> None:

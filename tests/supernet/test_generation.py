@@ -253,7 +253,7 @@ class Images:
         """Save a bundle while other doors open; it holds one of the checkpoints that there were."""
         self.saves += 1
         path, seen = self.folder / f"bundle{self.saves}", [(self.state, self.rows)]
-        open_, tensors = FolderFormat.writing, bundles.write_model
+        open_, tensors = FolderFormat.writing, bundles.write_tensors
 
         def opening(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -265,7 +265,7 @@ class Images:
 
         with self.patch.context() as patch:
             patch.setattr(FolderFormat, "writing", opening(open_))
-            patch.setattr(bundles, "write_model", opening(tensors))
+            patch.setattr(bundles, "write_tensors", opening(tensors))
             self.engine.save(path)
         state, norms = read_tensors(path / "model.safetensors"), NormTable.load(path / "norms.safetensors")
         if (path / "shared_norms.safetensors").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -416,10 +417,8 @@ def test_other_batches_are_refused_on_resume(tmp_path: Path) -> None:
         distill_(other, Batches(), steps=3, **options)
 
 
-def test_a_report_can_be_saved_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_report_can_be_saved(tmp_path: Path) -> None:
     report = distill_(new_supernet(), labelled(2, 1), held_out=labelled(1, 2), steps=2, **QUIET)
     report.save(tmp_path / "report.json")
-    report.plot(tmp_path / "report.png")
-    assert (tmp_path / "report.png").stat().st_size
+    assert json.loads((tmp_path / "report.json").read_text()) == report.to_json()
     assert "2 steps" in str(report)
