@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypervolume import hypervolume
 from results_section import write_section
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -47,7 +46,7 @@ from subnetact.digits import (
     undistorted_digits,
 )
 from subnetact.files.atomic import replacing
-from subnetact.latency.pareto import pareto_front
+from subnetact.latency.pareto import hypervolume, pareto_front
 from subnetact.nas.methods import METHODS, evolve
 from subnetact.spec import SubnetSpec
 

@@ -8,13 +8,13 @@ Which file answers which question:
 * `arrays`: which numbers make no table.
 * `compare`: how far two tables are apart (`Comparison`).
 * `origin`: whether a table is of the weights that are served, and of this machine.
-* `pareto`: dominance and fronts.
+* `pareto`: dominance, fronts and their hypervolume.
 * `plot`: the front as a figure; it needs matplotlib.
 """
 
 from subnetact.latency.compare import Comparison
-from subnetact.latency.pareto import pareto_front
+from subnetact.latency.pareto import hypervolume, pareto_front
 from subnetact.latency.plot import plot_front
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Comparison", "LatencyTable", "pareto_front", "plot_front"]
+__all__ = ["Comparison", "LatencyTable", "hypervolume", "pareto_front", "plot_front"]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from subnetact.errors import SearchError
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
-from subnetact.latency.pareto import non_dominated, spread
+from subnetact.latency.pareto import hypervolume, non_dominated, spread
 from subnetact.nas.methods import ENUMERABLE_SPACE, METHODS, Objectives, SearchState
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -59,6 +59,24 @@ class SearchResult:
     front: tuple[Candidate, ...]
     evaluated: tuple[Candidate, ...]
     method: str
+
+    def hypervolume(self, reference: Sequence[float] | None = None) -> float:
+        """Return the hypervolume of the chosen front, by which searches are compared; see `hypervolume`.
+
+        Args:
+            reference: an accuracy in percent and one latency in ms per latency function. By default the worst
+                of all evaluated subnets, objective by objective; searches that are compared need the same.
+
+        Returns:
+            The hypervolume, in percent times ms for one latency function.
+
+        Raises:
+            TableError: there is not one number of the reference per objective.
+        """
+        latencies = zip(*(one.latencies_ms for one in self.evaluated), strict=True)
+        worst = min(one.accuracy for one in self.evaluated), *map(max, latencies)
+        points = [(one.accuracy, *one.latencies_ms) for one in self.front]
+        return hypervolume(points, worst if reference is None else reference)
 
 
 def search(

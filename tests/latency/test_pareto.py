@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypervolume import hypervolume
 from hypothesis import given
 from hypothesis import strategies as st
 
 import subnetact
 from subnetact.errors import TableError
-from subnetact.latency.pareto import non_dominated, spread
+from subnetact.latency.pareto import hypervolume, non_dominated, spread
 
 COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
 

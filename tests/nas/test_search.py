@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypervolume import hypervolume
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_families import small_supernet
@@ -29,6 +28,7 @@ from subnetact.errors import (
     TableError,
 )
 from subnetact.files.journal import Journal
+from subnetact.latency import hypervolume
 from subnetact.nas.genes import Variation
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -176,7 +176,7 @@ def test_few_evaluations_find_the_front_of_the_digits(
                 evaluations=evaluations, seed=seed, method=method, progress=False,
             )  # fmt: skip
             assert len(result.evaluated) == evaluations
-            volume[method] = hypervolume([(one.accuracy, one.latency_ms) for one in result.front], reference)
+            volume[method] = result.hypervolume(reference)
         assert volume["evolution"] >= max(share * whole, volume["random"])
 
 
