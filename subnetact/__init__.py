@@ -35,9 +35,8 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    demo/, simulate, plan                commands: the demo, the simulator, planning
+    simulate, plan                       commands: the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP
-    loadtest/                            python -m subnetact.loadtest: an open-loop client
     cluster/                             build_app: replicas of the service on Ray Serve
     __main__                             the command subnetact: all commands as one
 
@@ -70,14 +69,12 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serving         5145  1986     36
     generation      1442   458     13
     export          1052   395      7
-    demo             290    45      0
     simulate           9     5      2
     plan               5     4      1
     serve           1868   389      7
-    loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            33884  9467    232
+    all            33313  9365    232
 
 The README has a glossary of the words that are used here.
 """
