@@ -32,10 +32,10 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     nas/                                 search, scores of layers, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile
       sweep.py                             how a latency is measured
-    serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
+    serving/                             scheduling, policies, Batcher, simulate, pipelines (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    simulate, plan                       commands: the simulator, planning
+    simulate                             python -m subnetact.simulate: compares policies on a trace
     serve/                               python -m subnetact.serve: a bundle over HTTP
     cluster/                             build_app: replicas of the service on Ray Serve
     __main__                             the command subnetact: all commands as one
@@ -66,15 +66,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            308    66      4
     nas              999   396      8
     profile         1366   292      1
-    serving         5145  1986     36
+    serving         4985  1922     34
     generation      1442   458     13
     export          1052   395      7
     simulate           9     5      2
-    plan               5     4      1
     serve           1868   389      7
     cluster          461   117      3
     __main__          17     2      0
-    all            33313  9365    232
+    all            33148  9297    229
 
 The README has a glossary of the words that are used here.
 """

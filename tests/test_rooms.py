@@ -17,7 +17,6 @@ STARTED_BY_NAME = {
     "subnetact.elastic.__main__": "python -m subnetact.elastic",
     "subnetact.elastic.language_model": "python -m subnetact.elastic.language_model",
     "subnetact.export.triton_model": "copied into a Triton repository",
-    "subnetact.plan": "python -m subnetact.plan",
     "subnetact.profile.__main__": "python -m subnetact.profile",
     "subnetact.serve.__main__": "python -m subnetact.serve",
     "subnetact.simulate": "python -m subnetact.simulate",
