@@ -1,12 +1,13 @@
-"""Send a trace to a server of `python -m subnetact.serve` in an open loop.
+"""Send a trace to a server in an open loop, and report what came of it.
 
     pip install 'subnetact[serve]' aiohttp
     python examples/load_test.py http://127.0.0.1:8000 --trace bursty --rate 300 --slo-ms 50 --seconds 10
 
-Every request is sent at its time in the trace, whether or not others were answered, and its latency counts
-from that time, so that a client that falls behind hides nothing. A line shows how the test goes, and a table
-at the end what came of it. The model for digits gets digits that no subnet has seen, and the table says how
-many answers were right; every other model gets random numbers, unless --inputs and --labels name files.
+The server is one of `python -m subnetact.serve`. Every request is sent at its time in the trace, whether or
+not others were answered, and its latency counts from that time, so that a client that falls behind hides
+nothing. A line shows how the test goes, and a table at the end what came of it. The model for digits gets
+digits that no subnet has seen, and the table says how many answers were right; every other model gets random
+numbers, unless --inputs and --labels name files.
 
 Requests travel over connections of aiohttp, because a POST takes 0.09 ms of CPU time with it. With httpx 0.28
 it takes 0.9 to 4.6 ms, too long for an open loop from one core.
