@@ -63,7 +63,7 @@ def test_imports_by_name_are_seen(rooms: ModuleType) -> None:
     assert computed == set(rooms.BY_COMPUTED_NAME)
     assert "subnetact.digits" in rooms.arrows()["subnetact.profile.source"]
     assert rooms.arrows_up({"subnetact.operators": {"subnetact.digits"}})
-    assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.planning"}}) == []
+    assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.pipelines"}}) == []
 
 
 def test_rooms_with_an_inner_order_name_every_folder(rooms: ModuleType) -> None:
