@@ -66,14 +66,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            308    66      4
     nas              999   396      8
     profile         1366   292      1
-    serving         4985  1922     34
+    serving         4854  1903     34
     generation      1442   458     13
     export          1052   395      7
     simulate           9     5      2
     serve           1868   389      7
     cluster          461   117      3
     __main__          17     2      0
-    all            33148  9297    229
+    all            33017  9278    229
 
 The README has a glossary of the words that are used here.
 """

@@ -99,9 +99,10 @@ class Batcher(ClosedOnExit):
         learn: whether the policy plans with learned latencies.
         decision_log: path of a file for every request and decision, as JSON lines; an existing file is
             replaced. `python -m subnetact.simulate --replay` reads it.
-        shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
-            that none takes the service from the others. If None, the most urgent request runs first,
-            whoever sent it.
+        shares: how the clients named by `submit(..., client=...)` share the workers' time. If not all
+            deadlines can be met, requests beyond their client's share expire first (not with
+            `expired="serve"`), and they get half of the places of the queue at most, so that no client takes
+            the service from the others. If None, the most urgent request runs first, whoever sent it.
 
     Attributes:
         max_queue: as given.
