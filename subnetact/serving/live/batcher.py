@@ -260,7 +260,7 @@ class Batcher(ClosedOnExit):
         Raises:
             InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
                 priority is no whole number, the client is no string, or the engine refuses the input.
-            QueueFull: `max_queue` requests wait already, or the client has its share of them.
+            QueueFull: `max_queue` requests wait already, or half as many and the client is beyond its share.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
         future = AnswerFuture()
