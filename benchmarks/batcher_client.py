@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from open_loop import Refused, Reply, Sent, run_open_loop
 from torch import Tensor
 
 from subnetact import Batcher
 from subnetact.errors import RequestError
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop
 from subnetact.serving import Answer
 
 __all__ = ["ask_batcher"]

@@ -21,12 +21,12 @@ import torch
 from batcher_client import ask_batcher
 from fifo import FifoBatcher
 from in_service import InService, measured_in_service
+from open_loop import Reply, Sent, run_open_loop, trace
 from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency, simulate
 from subnetact.errors import InvalidRequest
-from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop, trace
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 from subnetact.serving import Answer, Fixed, Policy
 

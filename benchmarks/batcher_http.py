@@ -21,10 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from open_loop import ask_server, summary, trace
 from tqdm import tqdm
 
-from subnetact.loadtest.http_client import ask_server
-from subnetact.loadtest.open_loop import summary, trace
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 
 __all__ = ["http_section"]

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from batcher_client import ask_batcher
 from in_service import InService, measured_in_service
+from open_loop import trace
 from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, simulate
-from subnetact.loadtest.open_loop import trace
 from subnetact.serving import Fixed, Policy
 
 __all__ = ["replay_section"]

@@ -35,12 +35,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from open_loop import HttpClient, Reply, Sent, run_open_loop, trace
 from results_section import write_section
 
 from subnetact import profile_latency
 from subnetact.device import machine
-from subnetact.loadtest.http_client import HttpClient
-from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop, trace
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 
 HERE = Path(__file__).resolve().parent

@@ -2,7 +2,7 @@
 
     python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0] [--out FILE]
 
-Every run is `python -m subnetact.demo` in a process of its own, or with `--text` `benchmarks/text_demo.py`,
+Every run is `python examples/demo.py` in a process of its own, or with `--text` `benchmarks/text_demo.py`,
 the demo of the language model. With `--load N`, N processes compute for random spans of up to two seconds and
 pause for random spans, from the start of every run to its end, so that the machine has another speed while
 the demo serves than while it profiled. Runs of seeds that the file has are kept. `--report` writes their
@@ -50,7 +50,7 @@ def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "demo.json"
-            demo = ["benchmarks/text_demo.py"] if text else ["-m", "subnetact.demo"]
+            demo = ["benchmarks/text_demo.py"] if text else ["examples/demo.py"]
             command = [sys.executable, *demo, "--seed", str(seed), "--json", str(out)]
             command += ["--out", str(figure or Path(folder) / "demo.png")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -29,12 +29,12 @@ import batcher_replay
 import torch
 from batcher_client import ask_batcher
 from in_service import measured_in_service
+from open_loop import trace
 from results_section import write_section
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, __version__
 from subnetact.device import machine
-from subnetact.loadtest.open_loop import trace
 from subnetact.serving import Policy
 
 HERE = Path(__file__).parent

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from open_loop import Refused, Reply, Sent, run_open_loop, summary, trace
 
 from subnetact import Batcher, Engine, HullFit, LatencyTable
 from subnetact.device import machine
 from subnetact.errors import RequestError
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, trace
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 from subnetact.serving import Answer, BatcherStats
 

@@ -10,6 +10,7 @@ held-out docstrings right; on keys and values of another subnet that is at most 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ import torch
 from tqdm import tqdm
 
 from subnetact.command import run_command
-from subnetact.demo.cli import demonstrate
-from subnetact.demo.contenders import Run, Trace, compare, header, lulls_and_burst, serve
 from subnetact.generation import Completion, Generator, StepTable, profile_steps
 from subnetact.generation import text as embedded
 from subnetact.latency.arrays import Floats
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from demo import Run, Trace, compare, demonstrate, header, lulls_and_burst, serve
 
 PROMPT, ANSWER = (64, 128), 8  # tokens of the shortest and the longest prompt, and of every answer
 SEQUENCES = 8  # that are active at the same time

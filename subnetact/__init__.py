@@ -32,12 +32,11 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     nas/                                 search, scores of layers, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile
       sweep.py                             how a latency is measured
-    serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
+    serving/                             scheduling, policies, Batcher, simulate, pipelines (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    demo/, simulate, plan                commands: the demo, the simulator, planning
+    simulate                             python -m subnetact.simulate: compares policies on a trace
     serve/                               python -m subnetact.serve: a bundle over HTTP
-    loadtest/                            python -m subnetact.loadtest: an open-loop client
     cluster/                             build_app: replicas of the service on Ray Serve
     __main__                             the command subnetact: all commands as one
 
@@ -59,25 +58,22 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     ofa_adapters    2588   506      7
     digits           136    18      7
     calibration      877   176      1
-    latency          495   253      4
+    latency          526   280      5
     training        1276   326      5
     elastic          753   162      1
-    engine          2627   701      5
+    engine          2627   704      5
     workers          560    96      0
     costs            308    66      4
-    nas              958   365      8
+    nas              963   377      8
     profile         1243   280      1
-    serving         5145  1986     36
+    serving         4854  1903     34
     generation      1442   458     13
     export          1052   395      7
-    demo             290    45      0
     simulate           9     5      2
-    plan               5     4      1
     serve           1868   389      7
-    loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            33479  9339    230
+    all            32648  9192    228
 
 The README has a glossary of the words that are used here.
 """

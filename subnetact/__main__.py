@@ -7,7 +7,7 @@ import sys
 
 from subnetact.command import run_command
 
-COMMANDS = ("serve", "profile", "simulate", "plan", "demo", "loadtest", "elastic")
+COMMANDS = ("serve", "profile", "simulate", "elastic")
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("subnetact", "ofa_adapters")
-INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning", "pipelines", "tenants")}
+INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "pipelines", "tenants")}
 """Rooms whose folders have an order of their own: a folder may import only from those before it."""
 BY_COMPUTED_NAME = {
     "ofa_adapters.registry": {"ofa_adapters.networks"},

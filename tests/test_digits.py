@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import demo
 import numpy as np
 import pytest
 import torch
+from demo import Run, _serve, machine_notes, main
 
 import subnetact
 import subnetact.serving
-from subnetact.demo import digits_demo
-from subnetact.demo.cli import main
-from subnetact.demo.contenders import Run, machine_notes
-from subnetact.demo.digits_demo import _serve
 from subnetact.digits import (
     distort,
     load_digits_supernet,
@@ -79,12 +77,10 @@ def test_the_demo_runs_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With few images and latencies that are measured shortly; how precise they are does not matter."""
-    monkeypatch.setattr(digits_demo, "validation_and_test", lambda _, seed: validation_and_test(1, seed))
+    monkeypatch.setattr(demo, "validation_and_test", lambda _, seed: validation_and_test(1, seed))
     quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 2, "max_windows": 2}
-    real = digits_demo.profile_latency
-    monkeypatch.setattr(
-        digits_demo, "profile_latency", lambda *given, **named: real(*given, **{**named, **quick})
-    )
+    real = demo.profile_latency
+    monkeypatch.setattr(demo, "profile_latency", lambda *given, **named: real(*given, **{**named, **quick}))
     out = tmp_path / "demo.png"
     files = ["--out", str(out), "--json", str(tmp_path / "demo.json")]
     assert main(["--candidates", "4", "--seconds", "0.5", *files]) == 0

@@ -33,6 +33,10 @@ def test_every_option_of_a_command_exists(page: str) -> None:
         sources = "".join(path.read_text() for path in Path(str(spec.origin)).parent.rglob("*.py"))
         for option in re.findall(r"(?<= )--[a-z][\w-]*", rest):
             assert f'"{option}"' in sources or option == "--help", f"{module} has no {option}"
+    for program, rest in re.findall(r"python (examples/\w+\.py)([^\n|&#]*)", shell):
+        for option in re.findall(r"(?<= )--[a-z][\w-]*", rest):
+            source = (ROOT / program).read_text()
+            assert f'"{option}"' in source or option == "--help", f"{program} has no {option}"
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:

@@ -16,10 +16,7 @@ STARTED_BY_NAME = {
     "subnetact.__main__": "python -m subnetact",
     "subnetact.elastic.__main__": "python -m subnetact.elastic",
     "subnetact.elastic.language_model": "python -m subnetact.elastic.language_model",
-    "subnetact.demo.__main__": "python -m subnetact.demo",
     "subnetact.export.triton_model": "copied into a Triton repository",
-    "subnetact.loadtest.__main__": "python -m subnetact.loadtest",
-    "subnetact.plan": "python -m subnetact.plan",
     "subnetact.profile.__main__": "python -m subnetact.profile",
     "subnetact.serve.__main__": "python -m subnetact.serve",
     "subnetact.simulate": "python -m subnetact.simulate",
@@ -66,7 +63,7 @@ def test_imports_by_name_are_seen(rooms: ModuleType) -> None:
     assert computed == set(rooms.BY_COMPUTED_NAME)
     assert "subnetact.digits" in rooms.arrows()["subnetact.profile.source"]
     assert rooms.arrows_up({"subnetact.operators": {"subnetact.digits"}})
-    assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.planning"}}) == []
+    assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.pipelines"}}) == []
 
 
 def test_rooms_with_an_inner_order_name_every_folder(rooms: ModuleType) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import text_demo
+from demo import Run, serve
 from generation_tables import step_table
 from text_demo import ANSWER, SEQUENCES, main, prompt_trace
 
-from subnetact.demo.contenders import Run, serve
 from subnetact.errors import BatchFailed, DeadlinePassed, QueueFull, TraceError
 from subnetact.generation import StepTable
 from subnetact.generation.text import text_facts

@@ -8,7 +8,7 @@ from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 
-#: depths and expand ratios of the three stages, and the width; `python -m subnetact.demo` searches such a set
+#: depths and expand ratios of the three stages, and the width; `examples/demo.py` searches such a set
 SUBNETS = (
     ((1, 1, 1), (0.5, 0.25, 0.5), 0.25),
     ((1, 1, 2), (0.5, 0.5, 0.25), 0.25),

@@ -1,4 +1,4 @@
-"""Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and planning.
+"""Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and pipelines.
 
 Nothing here imports torch. What most users need is imported from this package; other names, such as
 `WorkerEvent`, from the files that the folders below name.
@@ -10,7 +10,6 @@ Which folder answers which question (each imports only from those above it):
 * `policies/`: which subnet and batch size an idle worker runs next; one file per policy.
 * `live/`: `Batcher`, which serves requests from threads and asyncio, with its statistics and its log.
 * `simulation/`: `simulate`, traces and data sets of arrivals, upper bounds, replays of live runs.
-* `planning/`: how many workers a target needs (`plan`).
 * `pipelines/`: `Pipeline`, stages behind each other under end-to-end deadlines, and their planning.
 * `tenants/`: `TenantBatcher`, several supernets that share workers.
 """
@@ -24,7 +23,6 @@ from subnetact.serving.pipelines.model import PipelineModel, StageModel
 from subnetact.serving.pipelines.pipeline import Pipeline, PipelineAnswer
 from subnetact.serving.pipelines.planner import PipelinePlan, plan_pipeline
 from subnetact.serving.pipelines.stage import Stage
-from subnetact.serving.planning.planner import Plan, plan
 from subnetact.serving.policies import (
     CheapestFeasible,
     Fixed,
@@ -62,7 +60,6 @@ __all__ = [
     "PipelineAnswer",
     "PipelineModel",
     "PipelinePlan",
-    "Plan",
     "Policy",
     "Preemptive",
     "Runner",
@@ -76,7 +73,6 @@ __all__ = [
     "fluid_bound",
     "load_trace",
     "make_policy",
-    "plan",
     "plan_pipeline",
     "poisson",
     "simulate",

@@ -57,7 +57,6 @@ from subnetact.profile.pipeline import ProfileJob, checked
 from subnetact.profile.source import ProfileSource
 from subnetact.serve.cli import main as serve_main
 from subnetact.serving.live.corrections import Corrections
-from subnetact.serving.pipelines.cli import main as plan_main
 from subnetact.serving.policies import Fixed, make_policy
 from subnetact.serving.simulation import traces
 from subnetact.serving.simulation.cli import main as simulate_main
@@ -428,45 +427,6 @@ def fuzz_insert(source: random.Random, place: Path) -> None:
         raise
 
 
-PIPELINE = {
-    **{"kind": "subnetact.pipeline", "schema": 1, "slo_ms": 50.0, "hardware": {"cpu": 1.0, "gpu": 3.0}},
-    "stages": [
-        {"name": "find", "tables": {"cpu": 2.0}},
-        {
-            **{"name": "read", "tables": {"cpu": "table.json", "gpu": "table.json"}, "after": {"find": 0.5}},
-            **{"inputs": [0, 1, 2], "min_accuracy": 60.0},
-        },
-    ],
-}
-
-
-def _pipeline(source: random.Random, place: Path) -> Path:
-    TABLE.with_accuracy([70.0, 80.0]).save(place / "table.json")
-    document: Any = PIPELINE
-    kind = source.random()
-    if kind < 0.8:
-        document = changed(document, source)
-    (place / "pipeline.json").write_bytes(damaged(text(document), source) if kind > 0.9 else text(document))
-    return place / "pipeline.json"
-
-
-def fuzz_plan(source: random.Random, place: Path) -> None:
-    """Give a hostile pipeline, or hostile options, to the command that plans pipelines."""
-    path = _pipeline(source, place)
-    arrivals = "\n".join(str(10.0 * i) for i in range(20)).encode()
-    (place / "trace.txt").write_bytes(damaged(arrivals, source) if source.random() < 0.2 else arrivals)
-    given = [str(path), str(place / "trace.txt"), "--most-workers", "3"]
-    if source.random() < 0.3:
-        given += [
-            source.choice(("--percentile", "--seed", "--most-workers", "--scale")),
-            source.choice(WORDS),
-        ]
-    with _in(place):
-        status = plan_main(given)
-    if status not in (0, 2):
-        raise Finding(f"exit status {status} of {given}")
-
-
 def _step_table() -> StepTable:
     table = TABLE.with_accuracy([70.0, 80.0]).select(batch_sizes=[1, 4])
     plain = subnetact.LatencyTable(table.subnets, table.accuracy, table.batch_sizes, table.latency_ms)
@@ -753,7 +713,6 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
     "description": fuzz_description,
     "insert_": fuzz_insert,
-    "python -m subnetact.plan": fuzz_plan,
     "step table": fuzz_step_table,
     "simulate_generation": fuzz_simulate_generation,
     "slices": fuzz_slices,

@@ -223,7 +223,7 @@ def test_tables_and_schedulers_import_no_torch():
     code = (
         "import sys, subnetact.latency, subnetact.serving.live.batcher,"
         " subnetact.serving.simulation.simulator, subnetact.serving.simulation.cli,"
-        " subnetact.serving.planning.planner;"
+        " subnetact.serving.pipelines.planner;"
         "print([name for name in ('torch', 'scipy', 'matplotlib') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from subnetact.generation import Generator, simulate_generation
-from subnetact.serving import Batcher, plan, simulate
+from subnetact.serving import Batcher, simulate
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.datasets import superserve_a40
 
@@ -97,7 +97,7 @@ def test_the_rule_for_expired_requests_is_an_option(capsys):
 
 
 def test_expired_requests_are_dropped_by_default_in_the_library_and_on_the_command_line(capsys):
-    for function in (simulate, Batcher, plan, Generator, simulate_generation):
+    for function in (simulate, Batcher, Generator, simulate_generation):
         assert inspect.signature(function).parameters["expired"].default == "drop"
     assert main(["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]) == 0
     assert "expired requests: drop" in capsys.readouterr().out

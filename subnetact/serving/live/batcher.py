@@ -99,9 +99,10 @@ class Batcher(ClosedOnExit):
         learn: whether the policy plans with learned latencies.
         decision_log: path of a file for every request and decision, as JSON lines; an existing file is
             replaced. `python -m subnetact.simulate --replay` reads it.
-        shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
-            that none takes the service from the others. If None, the most urgent request runs first,
-            whoever sent it.
+        shares: how the clients named by `submit(..., client=...)` share the workers' time. If not all
+            deadlines can be met, requests beyond their client's share expire first (not with
+            `expired="serve"`), and they get half of the places of the queue at most, so that no client takes
+            the service from the others. If None, the most urgent request runs first, whoever sent it.
 
     Attributes:
         max_queue: as given.
@@ -259,7 +260,7 @@ class Batcher(ClosedOnExit):
         Raises:
             InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
                 priority is no whole number, the client is no string, or the engine refuses the input.
-            QueueFull: `max_queue` requests wait already, or the client has its share of them.
+            QueueFull: `max_queue` requests wait already, or half as many and the client is beyond its share.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
         future = AnswerFuture()

@@ -1,4 +1,4 @@
-"""`PipelineModel`: what planning knows of a pipeline, without any code to run; its file and its simulation.
+"""`PipelineModel`: what planning knows of a pipeline, without any code to run, and its simulation.
 
 A stage never slows down those before it, so the stages are simulated one after the other, each by the loop of
 `simulate`: the answers of one stage are the arrivals of the next.
@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import PipelineError
-from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph, by_name
@@ -28,8 +26,6 @@ from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
-_NEXT_STEP = "see help(subnetact.serving.PipelineModel.load) for the fields"
-FORMAT = DocumentFormat("a pipeline description", "subnetact.pipeline", 1, _NEXT_STEP)
 _MOST_INPUTS = 1000
 
 
@@ -149,42 +145,6 @@ class PipelineModel:
     def cost(self, choices: Mapping[str, StageChoice]) -> float:
         """Return the price of all workers of `choices` together."""
         return sum(choice.workers * self.prices[choice.hardware] for choice in choices.values())
-
-    @classmethod
-    def load(cls, path: StrPath) -> PipelineModel:
-        """Read a description from the JSON file `path`, and return it.
-
-        The file has the fields `kind` ("subnetact.pipeline"), `schema` (1), `slo_ms`, `hardware` (from names
-        to prices) and `stages`, a list. A stage has a `name` and `tables`, which maps hardware to the path of
-        a latency table, relative to the file, or to one number: the latency of a plain function in ms. It may
-        have `after` (a list of names, or a mapping from names to shares), `inputs` (a list of numbers) and
-        `min_accuracy`.
-
-        Raises:
-            MissingFile: there is no such file, or a table is missing.
-            FileFormatError: a file is damaged or of another kind, or a field is missing.
-            PipelineError: a value cannot be; see the class.
-        """
-        facts = FORMAT.read(path)
-        with FORMAT.fields(path):
-            stages = tuple(_stage(stage, Path(path).parent) for stage in facts["stages"])
-            prices = {str(name): float(price) for name, price in facts["hardware"].items()}
-            return cls(stages, prices, float(facts["slo_ms"]))
-
-
-def _stage(facts: Mapping[str, Any], folder: Path) -> StageModel:
-    name = str(facts["name"])
-    tables = {
-        str(hardware): LatencyTable.load(folder / given)
-        if isinstance(given, str)
-        else LatencyTable([name], [100.0], [1], [[float(given)]])
-        for hardware, given in facts["tables"].items()
-    }
-    after = facts.get("after", {})
-    shares = after if isinstance(after, Mapping) else dict.fromkeys(after, 1.0)
-    edges = {str(other): float(share) for other, share in shares.items()}
-    inputs, floor = tuple(facts.get("inputs", (1,))), float(facts.get("min_accuracy", 0.0))
-    return StageModel(name, tables, edges, inputs, floor)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy.typing as npt
 
 from subnetact.errors import PipelineError, PolicyError
 from subnetact.serving.pipelines.model import PipelineEstimate, PipelineModel, StageChoice, estimate_pipeline
-from subnetact.serving.planning.planner import fewest
 from subnetact.serving.scheduling.checks import check_count
 
 Choices = dict[str, StageChoice]
@@ -35,21 +33,6 @@ class PipelinePlan:
     percent: float
     estimate: PipelineEstimate
     tried: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as values that JSON can hold."""
-        estimate = self.estimate
-        return {
-            "stages": {
-                name: {**choice._asdict(), "mean_accuracy": estimate.stages[name].mean_accuracy}
-                for name, choice in self.choices.items()
-            },
-            "cost": self.cost,
-            f"p{self.percent:g}_ms": estimate.percentile_ms(self.percent),
-            "slo_ms": estimate.slo_ms,
-            "attainment": estimate.attainment,
-            "tried": self.tried,
-        }
 
 
 @dataclass
@@ -75,13 +58,18 @@ class PlanSearch:
         return estimate_pipeline(self.arrivals_ms, self.model, choices, seed=self.seed)
 
     def fewest(self, choices: Choices, stages: Iterable[str], most: int, first: int = 1) -> Choices | None:
-        """Return the plan with the fewest workers at some stages that meets the percentile, or None."""
+        """Return the plan with the fewest workers, up to `most`, at some stages that meets it, or None."""
 
         def with_workers(count: int) -> Choices:
             return {**choices, **{stage: choices[stage]._replace(workers=count) for stage in stages}}
 
-        count = fewest(lambda count: self.meets(with_workers(count)), most, first)
-        return None if count is None else with_workers(count)
+        failed, passed = 0, first  # doubled until a number meets the percentile, and then bisected
+        while not self.meets(with_workers(passed)):
+            if passed >= most:
+                return None
+            failed, passed = passed, min(2 * passed, most)
+        counts = range(failed + 1, passed)
+        return with_workers(failed + 1 + bisect_left(counts, True, key=lambda n: self.meets(with_workers(n))))
 
     def uniform(self, hardware: str | None = None) -> Choices | None:
         """Return the least plan with as many workers at every stage, on its fastest hardware if None."""

@@ -20,7 +20,6 @@ from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
-from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from, time_per_request
 from subnetact.serving.scheduling.priority import unaffordable
@@ -81,15 +80,14 @@ class Dispatcher:
         expired: the rule for expired requests. Unless it is `serve`, requests that would make more important
             ones miss are treated as expired.
         on_drop: called with the requests that were dropped.
-        shares: how clients share the workers' time. If None, they do not.
 
     Attributes:
         queue: the requests that have not expired.
         deferred: the requests that expired under the rule `defer`.
-        gate: holds back requests of clients beyond their shares; the owner gives new requests to it. If None,
-            all requests join the queue.
         arrivals: the meter of arrivals.
         context: what the policy sees.
+        slowness: how many times as long as those of the cheapest subnet batches are taken to last when
+            requests expire by priority.
         limits: the largest batch that a subnet may get, for subnets that have such a limit.
         taken: the requests that had left the queue when `next_batch` raised PolicyError.
 
@@ -106,12 +104,12 @@ class Dispatcher:
         slo_ms: float,
         expired: str,
         on_drop: Callable[[list[Request]], None],
-        shares: FairShares | None = None,
     ) -> None:
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
+        self.slowness = 1.0
         self.limits: dict[int, int] = {}
-        self.queue: Queue = EDFQueue(attrgetter("ask.priority"))
+        self.queue: Queue = EDFQueue(attrgetter("rank"))
         self.deferred: Queue = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
         self._on_drop = on_drop
@@ -124,19 +122,15 @@ class Dispatcher:
         self._shaped = len(tables) > 1
         expire = None if expired == "serve" else self._expire
         self.context = Context(self.queue, self.arrivals, free_at_ms, slo_ms, expire)
-        self.gate: ShareGate | None = None
-        if shares is not None:
-            rest = self._least_work_ms, self._sizes[-1]
-            self.gate = ShareGate(shares, slo_ms, self.queue, free_at_ms, *rest)
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
         """Return what `plans` takes; this costs time and changes nothing, so it needs no lock."""
         return _Plan(policy, table, self._accuracy)
 
-    def _least_work_ms(self, request: Request) -> float:
-        """Return the least worker time of a request, ms, in a full batch of a subnet that meets its floor."""
+    def work_ms(self, request: Request) -> float:
+        """Return the worker time of a request, ms: `slowness` times that on its cheapest subnet."""
         plan = self.plans[request.shape]
-        return plan.work[plan.floors.at(min(request.ask.floor, plan.floors.best))]
+        return self.slowness * plan.work[plan.floors.at(min(request.ask.floor, plan.floors.best))]
 
     def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
         """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""
@@ -163,19 +157,18 @@ class Dispatcher:
         return plan.fastest if floor <= NO_FLOOR else plan.floor_cost[plan.floors.at(floor)][0]
 
     def __len__(self) -> int:
-        held = 0 if self.gate is None else len(self.gate)
-        return len(self.queue) + len(self.deferred) + held
+        return len(self.queue) + len(self.deferred)
 
     def next_batch(self, now_ms: float, worker: int) -> Job | None:
         """Form the batch of an idle worker; it has not started yet."""
         queue = self.queue
         if self.expired != "serve":
             self.remove_expired(now_ms)
-        if self.gate is not None:
-            self.gate.release(now_ms)
         if self.expired != "serve" and queue.prioritised and len(queue) > 1:
             plan = self.plans[-1]
-            positions = unaffordable(queue, now_ms, self.context.free_at_ms, plan.full, plan.fastest)
+            slower, (full_ms, most) = self.slowness, plan.full
+            lasts = (slower * full_ms, most), slower * plan.fastest
+            positions = unaffordable(queue, now_ms, self.context.free_at_ms, *lasts)
             if positions:
                 self._drop_or_defer(queue.take_at(positions))
         queued = len(queue)
@@ -228,8 +221,6 @@ class Dispatcher:
             self.taken = items
             text = f"subnet {subnet} for {len(items)} requests, which cannot run there (NaN in the table)"
             raise plan.refused(text)
-        if self.gate is not None:
-            self.gate.spend(items, expected)
         return Job(worker, subnet, items, queued, slack_ms)
 
     def _take_alike(self, queue: Queue, subnet: int, size: int) -> tuple[int, list[Request]]:
@@ -257,8 +248,6 @@ class Dispatcher:
     def remove_expired(self, now_ms: float) -> None:
         """Drop or defer the expired requests at the head of the queue; the rule must not be `serve`."""
         queue = self.queue
-        if self.gate is not None:
-            self._drop_or_defer(self.gate.expire(now_ms, self.least_ms))
         count, waiting = 0, len(queue)
         while count < waiting:
             shape = queue.item(count).shape

@@ -40,7 +40,7 @@ def unaffordable(
     kept: list[tuple[int, float, int]] = []
     chosen: list[int] = []
     for at, (deadline, request) in enumerate(queue.entries(LOOK)):
-        mine = (request.ask.priority, -deadline, at)
+        mine = (request.rank, -deadline, at)
         if deadline >= start_of(len(kept) // full_size) + fastest_ms:
             heappush(kept, mine)
             continue

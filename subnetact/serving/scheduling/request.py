@@ -13,6 +13,8 @@ from subnetact.serving.scheduling.checks import check_deadline, check_request_nu
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
+BEYOND_SHARE = 2**64
+"""More than priorities differ by."""
 _new = tuple.__new__  # takes half the time of calling a named tuple's class
 
 
@@ -72,7 +74,7 @@ class Request:
         open: whether the request has no outcome yet. The scheduler sets it to False exactly once.
         retried: whether a worker has hung or died with this request before.
         shape: position of the input's shape among the latency tables; -1 if there is one table.
-        charge_ms: worker time that was taken from the client's share for the request and not used yet.
+        rank: its priority, or less than all priorities if it is beyond the share of its client.
     """
 
     future: Any = None
@@ -80,10 +82,10 @@ class Request:
     open = True
     retried = False
     shape = -1
-    charge_ms = 0.0
 
     def __init__(self, ask: Ask, accepted_ms: float, x: Any = None) -> None:
         self.ask = ask
+        self.rank = ask.priority
         self.accepted_ms = accepted_ms
         self.deadline_ms = accepted_ms + ask.deadline_ms
         self.x = x

@@ -26,8 +26,8 @@ from subnetact.errors import (
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
-from subnetact.serving.scheduling.fair_shares import FairShares
-from subnetact.serving.scheduling.request import Job, Request
+from subnetact.serving.scheduling.fair_shares import SLOWNESS, FairShares, ShareMeter
+from subnetact.serving.scheduling.request import BEYOND_SHARE, Job, Request
 from subnetact.serving.scheduling.worker_states import WorkerStates, patience_ms
 
 Ended = tuple[Request, str, RequestError | None]
@@ -77,9 +77,10 @@ class Scheduler:
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         self.workers = WorkerStates(workers)
-        rules = slo_ms, expired, self._drop_all, shares
-        self.dispatcher = Dispatcher(policy, tables, self.workers.free_at_ms, *rules)
-        self.gate = self.dispatcher.gate
+        free_at_ms = self.workers.free_at_ms
+        self.dispatcher = Dispatcher(policy, tables, free_at_ms, slo_ms, expired, self._drop_all)
+        self._shares = None if shares is None else ShareMeter(shares, slo_ms, free_at_ms)
+        self.dispatcher.slowness = 1.0 if shares is None else SLOWNESS
         self.jobs: dict[int, Job] = {}
         self.closing = self.shares_workers = False
         self.ended: list[Ended] = []
@@ -101,20 +102,21 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def check_room(self, count: int) -> None:
-        """Refuse requests that belong together if not all may wait; each client with shares has own room."""
-        if self.gate is None and len(self._queue) + count > self.max_queue:
+        """Refuse requests that belong together if not all may wait."""
+        if len(self._queue) + count > self.max_queue:
             raise self._queue_full()
 
     def make_room(self, client: str) -> None:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
         waiting = len(self) if self.dispatcher.expired == "defer" else len(self._queue)
-        if self.gate is not None:
-            if not self.gate.has_room(client, self.max_queue, waiting):
-                raise QueueFull(
-                    f"queue: this client has its share of the {self.max_queue} places of the queue; wait for "
-                    "answers first"
-                )
-        elif waiting >= self.max_queue:
+        least_ms = SLOWNESS * self.dispatcher.plans[-1].work[0]
+        beyond = self._shares is not None and not self._shares.has_left(client, least_ms)
+        if beyond and waiting >= self.max_queue / 2:
+            raise QueueFull(
+                f"queue: half of its {self.max_queue} places are taken, and this client has had its share of "
+                "the workers' time; wait for answers first"
+            )
+        if waiting >= self.max_queue:
             if not self.dispatcher.deferred:
                 raise self._queue_full()
             self._drop_all(self.dispatcher.deferred.take(1))
@@ -131,10 +133,11 @@ class Scheduler:
         self.counts["submitted"] += len(requests)
         self.dispatcher.arrivals.extend(times)
         for request, now in zip(requests, times, strict=True):
-            if self.gate is None:
-                self._queue.push(request.deadline_ms, request, request.ask.floor)
-            else:
-                self.gate.push(now, request)
+            if self._shares is not None:
+                cost_ms = self.dispatcher.work_ms(request)
+                if not self._shares.take(request.ask.client, cost_ms, now):
+                    request.rank -= BEYOND_SHARE
+            self._queue.push(request.deadline_ms, request, request.ask.floor)
 
     def withdraw(self, request: Request) -> bool:
         """End a request that its client has cancelled; return whether it had no outcome yet."""
@@ -220,8 +223,6 @@ class Scheduler:
         answered = [request for request in job.part if request.open]
         for request in answered:
             request.open = False
-            if self.gate is not None:
-                self.gate.ended(request)
         self.counts["answered"] += len(answered)
         self._observe(job, now_ms - job.started_ms - job.paused_ms)
         self.workers.succeeded(job.worker)
@@ -306,8 +307,6 @@ class Scheduler:
 
     def _end(self, request: Request, how: str, error: RequestError | None = None) -> None:
         request.open = False
-        if self.gate is not None:
-            self.gate.ended(request)
         self.counts[how] += 1
         self.ended.append((request, how, error))
 
@@ -318,23 +317,19 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         """Remove a request from wherever it waits."""
         at_ms = request.deadline_ms
-        held = self.gate is not None and self.gate.remove(request)
-        if not held and not self._queue.remove(at_ms, request):
+        if not self._queue.remove(at_ms, request):
             self.dispatcher.deferred.remove(at_ms, request)
         self._suspects = [entry for entry in self._suspects if entry[0] is not request]
 
     def _waiting(self) -> list[Request]:
         queue, deferred = self._queue, self.dispatcher.deferred
         entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
-        held = [] if self.gate is None else self.gate.items()
-        return [request for _, request in entries] + held + [request for request, _, _ in self._suspects]
+        return [request for _, request in entries] + [request for request, _, _ in self._suspects]
 
     def _take_all(self) -> list[Request]:
         requests = self._waiting()
         self._queue.take(len(self._queue))
         self.dispatcher.deferred.take(len(self.dispatcher.deferred))
-        if self.gate is not None:
-            self.gate.take_all()
         self._suspects.clear()
         return requests
 

@@ -49,6 +49,9 @@ from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.trace_file import UNITS_MS
 
+SCALE_OF_RECORDED = 2.0
+"""The factor on the rates of the traces of the package, unless another one is given."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the options of `sys.argv` if None are given; return the exit status, 2 after a printed error."""
@@ -74,7 +77,10 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str] | None) -> No
         results[f"live {live.policy}"] = live.result
     else:
         table = LatencyTable.load(options.table) if options.table else superserve_a40()
-        arrivals, slos = chosen_trace(options), options.slo_ms
+        if options.scale is None:
+            options.scale = SCALE_OF_RECORDED if options.trace in TRACES else 1.0
+        how = options.scale, options.seed, options.duration_s, options.column, options.unit
+        arrivals, slos = load_trace(options.trace, *how), options.slo_ms
         _refuse_doubtful_unit(options, arrivals, table)
         bound = fluid_bound(arrivals, table, slos, workers=options.workers)
     names = policy_names(table) if "all" in options.policy else options.policy
@@ -143,24 +149,34 @@ def rate_text(arrivals: Floats) -> str:
     return f"{count} requests within {span_s:.4g} s" + (f", {mean:.6g} per second" if mean else "")
 
 
-def made_of(options: argparse.Namespace, arrivals: Floats, *tables: LatencyTable) -> dict[str, Any]:
+def made_of(options: argparse.Namespace, arrivals: Floats, table: LatencyTable) -> dict[str, Any]:
     """Return what a result was made of, for JSON: options, files, arrivals, latency tables and versions."""
     stated = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    files = {stated[name] for name in ("trace", "table", "replay", "pipeline") if stated.get(name)}
+    files = {stated[name] for name in ("trace", "table", "replay") if stated.get(name)}
     return {
         "options": stated,
         "files": {name: described(Path(name)) for name in sorted(files - {*TRACES})},
         "arrivals": rate_of(arrivals),
-        "tables": [{"sha256": checksum(one.to_json()), "stamp": dict(one.stamp)} for one in tables],
+        "tables": [{"sha256": checksum(table.to_json()), "stamp": dict(table.stamp)}],
         "versions": {"subnetact": __version__, "numpy": np.__version__, "python": platform.python_version()},
     }
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = trace_parser("python -m subnetact.simulate", __doc__, scale=2.0)
+    name = "python -m subnetact.simulate"
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=OptionFormatter)
     add = parser.add_argument
+    factor = f"factor on the rates of the trace; for a file 1.0, unless given (default: {SCALE_OF_RECORDED})"
+    add("--scale", type=float, help=factor)
+    add("--column", help="the column of a trace file that holds the times, by name or by number from 1")
+    units = "the unit of the times in a file (default: that in the name of the column, or ms)"
+    add("--unit", choices=UNITS_MS, help=units)
+    add("--duration-s", type=float, help="keep only the first seconds of the trace (default: all)")
+    add("--seed", type=int, default=0, help="seed of the trace")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     add("--table", type=Path, help="latency table, JSON (default: SuperServe's table of an NVIDIA A40)")
-    add("--trace", default="maf", help=TRACE_HELP)
+    traces = f"the trace of arrivals: {', '.join(TRACES)}, or a text or CSV file with one request per line"
+    add("--trace", default="maf", help=traces)
     policies = (
         "one or more policies, such as hullfit slackfit:4 fixed:0, names of the papers (clipper+:0, infaas), "
         "own ones as module:Class, called with the table and, if it takes it, slo_ms=; or all"
@@ -181,30 +197,3 @@ def _parser() -> argparse.ArgumentParser:
     figure = "draw attainment over mean accuracy, a point per policy (the ending selects the format)"
     add("--figure", type=Path, metavar="FILE", help=figure)
     return parser
-
-
-TRACE_HELP = f"the trace of arrivals: {', '.join(TRACES)}, or a text or CSV file with one request per line"
-
-
-def trace_parser(name: str, description: str | None, scale: float) -> argparse.ArgumentParser:
-    """Return the parser of a command that simulates on a trace, with the options of the trace and results."""
-    parser = argparse.ArgumentParser(name, description=description, formatter_class=OptionFormatter)
-    add = parser.add_argument
-    factor = f"factor on the rates of the trace; for a file 1.0, unless given (default: {scale})"
-    add("--scale", type=float, help=factor)
-    parser.set_defaults(scale_of_recorded=scale)
-    add("--column", help="the column of a trace file that holds the times, by name or by number from 1")
-    units = "the unit of the times in a file (default: that in the name of the column, or ms)"
-    add("--unit", choices=UNITS_MS, help=units)
-    add("--duration-s", type=float, help="keep only the first seconds of the trace (default: all)")
-    add("--seed", type=int, default=0, help="seed of the trace, and of what a pipeline draws")
-    add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
-    return parser
-
-
-def chosen_trace(options: argparse.Namespace) -> Floats:
-    """Return the trace that the options of `trace_parser` and `trace` choose."""
-    if options.scale is None:
-        options.scale = options.scale_of_recorded if options.trace in TRACES else 1.0
-    setting = options.scale, options.seed, options.duration_s
-    return load_trace(options.trace, *setting, options.column, options.unit)

@@ -1,18 +1,17 @@
-"""The open-loop client and its command line."""
+"""The open-loop client of `examples/load_test.py`, its command line, and both against a server."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 
 import numpy as np
 import pytest
+from load_test import HttpClient, Refused, Reply, Sent, main, refusal, run_open_loop, summary, table, trace
 
 from subnetact.errors import ServeError, TraceError
-from subnetact.loadtest.cli import main
-from subnetact.loadtest.http_client import HttpClient, refusal
-from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary, table, trace
 
 
 class Clock:
@@ -187,7 +186,7 @@ def test_the_table():
 )
 def test_a_test_that_cannot_run_says_why(options, capsys):
     assert main(["http://127.0.0.1:9", *options]) == 2
-    assert capsys.readouterr().err.startswith("subnetact.loadtest: ")
+    assert capsys.readouterr().err.startswith("load_test: ")
 
 
 def test_inputs_and_labels_from_files(tmp_path, capsys):
@@ -199,3 +198,30 @@ def test_inputs_and_labels_from_files(tmp_path, capsys):
         options += ["--labels", str(tmp_path / f"{labels}.npy")] if labels else []
         assert main(["http://127.0.0.1:9", *options]) == 2
         assert inputs in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", ["npy", "json"])
+def test_the_command_reports_what_came_of_a_trace(server, tmp_path, capsys, body, images):
+    np.save(tmp_path / "inputs.npy", images.numpy())
+    np.save(tmp_path / "labels.npy", np.zeros(len(images), int))
+    out = tmp_path / "report.json"
+    options = f"--trace servegen --rate 120 --seconds 0.5 --slo-ms 60000 --body {body} --out {out}"
+    files = ["--inputs", str(tmp_path / "inputs.npy"), "--labels", str(tmp_path / "labels.npy")]
+    assert main([server.url, *options.split(), *files]) == 0
+    report = json.loads(out.read_text())
+    assert report["outcomes"] == {"met": report["requests"]}
+    assert report["requests"] > 20
+    assert report["attainment"] == 1.0
+    assert report["measured_accuracy"] == report["effective_accuracy"]
+    assert report["latency_ms"]["p50"] <= report["latency_ms"]["p99"]
+    assert "answered in time    100.00 %" in capsys.readouterr().out
+
+
+def test_digits_come_with_their_labels(server, tmp_path):
+    pytest.importorskip("sklearn")
+    out = tmp_path / "report.json"
+    options = f"--trace poisson --rate 120 --seconds 0.5 --slo-ms 60000 --min-accuracy 82 --out {out}"
+    assert main([server.url, *options.split()]) == 0
+    report = json.loads(out.read_text())
+    assert set(report["subnets"]) == {"2"}
+    assert report["measured_accuracy"] > 20  # statistics of noise still tell some digits apart

@@ -1,1 +1,0 @@
-"""How many workers a service needs (`planner`)."""
