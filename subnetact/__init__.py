@@ -82,7 +82,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 The README has a glossary of the words that are used here.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
@@ -181,3 +184,30 @@ if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name fo
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+class _WithAutoClasses(MetaPathFinder):
+    """Lets `elastic/auto_classes.py` register a model type as soon as somebody imports the Auto classes."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        run = spec.loader.exec_module
+
+        def execute(module: Any) -> None:
+            run(module)
+            import_module("subnetact.elastic.auto_classes").register()
+
+        spec.loader.exec_module = execute
+        return spec
+
+
+if _AUTO in sys.modules:
+    import_module("subnetact.elastic.auto_classes").register()
+else:
+    sys.meta_path.insert(0, _WithAutoClasses())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def cut_out(
             f"{factory['name']} in the shapes of this subnet computes something else: its layers depend on "
             f"their position, or on a number that no shape shows; {OTHERWISE}"
         )
-    return found, factory
+    return found, {**factory, "layered": getattr(found, "builds_each_layer", False)}
 
 
 def save_alone(subnet: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,18 +105,14 @@ def _plain(model: Any) -> nn.Module:
     """Return a model as its plain class in transformers builds it from its configuration, if that can."""
     if not getattr(model, "builds_each_layer", False):
         return model  # type: ignore[no-any-return]
-    import transformers
-
-    kind: Any = getattr(transformers, type(model).__name__)
-    try:
-        found: Any = kind(copy.deepcopy(model.config)).to(next(model.parameters())).eval()
+    kind: Any = type(model).__mro__[1]
+    config = copy.deepcopy(model.config)
+    config.__class__ = kind.config_class
+    with suppress(RuntimeError, ValueError, TypeError, AttributeError):  # Most have layers of one size.
+        found: Any = kind(config).to(next(model.parameters())).eval()
         found.load_state_dict(model.state_dict())
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split())
-        raise InsertError(
-            f"{kind.__name__} of transformers builds no layers of different sizes ({why:.240}); {OTHERWISE}"
-        ) from error
-    return found  # type: ignore[no-any-return]
+        return found  # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]
 
 
 def cut_out_card(model: Mapping[str, Any], licence: str | None) -> str:
@@ -129,6 +126,9 @@ def opening(model: Mapping[str, Any]) -> list[str]:
     """Return the lines with which the model's own library opens a folder."""
     name, library = model["name"], model["library"]
     arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
+    if library == "transformers" and model.get("layered"):
+        imports = ["from transformers import " + name, "from subnetact.insertion import heterogeneous"]
+        return [*imports, f'model = heterogeneous({name}).from_pretrained("folder")']
     if library == "transformers":
         return [f"from transformers import {name}", f'model = {name}.from_pretrained("folder")']
     if library == "timm":
