@@ -51,7 +51,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     Returns:
         A model without the skipped layers, whose configuration has the sizes of the subnet, and which
         computes the same on the example. What its `save_pretrained` writes is read by `from_pretrained` of
-        its class or, if layers differ in size, of `heterogeneous(cls)`.
+        its class or, if layers differ in size, of `heterogeneous(cls)` and of the Auto classes.
 
     Raises:
         InsertError: the model has no configuration, or none describes the subnet; the message says which size
@@ -171,7 +171,7 @@ def _heterogeneous(cls: Any) -> Any:
         config._attn_implementation = plain._attn_implementation
         _build_layers(self, config)
         self.config = config
-        if config.is_heterogeneous and type(config) is kind:
+        if config.is_heterogeneous and config.__class__ == kind:
             config.__class__ = layered(kind)
 
     namespace = {"__init__": init, "__module__": cls.__module__, "builds_each_layer": True}
