@@ -10,11 +10,11 @@ already in the result file are not run again, so that a run that was stopped goe
 the same time.
 
 Beside these, it runs two models for audio, torchvision's models for detection (of 5 classes) and for
-segmentation, and those of packages that are installed: segmentation_models_pytorch, Ultralytics and
-diffusers. Detectors choose boxes, so that what their heads return is compared as well, with the ordinary
-model in which unused weights are zero and skipped blocks are identities (`heads`: the largest relative
-difference). `--only experts:` runs tiny mixtures of experts, one of every family of transformers that routes
-tokens.
+segmentation, two language models written by hand (`hand_networks.py`), and those of packages that are
+installed: segmentation_models_pytorch, Ultralytics, diffusers and MONAI. Detectors choose boxes, so that what
+their heads return is compared as well, with the ordinary model in which unused weights are zero and skipped
+blocks are identities (`heads`: the largest relative difference). `--only experts:` runs tiny mixtures of
+experts, one of every family of transformers that routes tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hand_networks import GPT, NETWORKS
 from peers import import_torchvision
 from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
@@ -122,6 +123,15 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "wav2vec2": ("Wav2Vec2ForSequenceClassification", WAVES),
     "hubert": ("HubertForSequenceClassification", WAVES),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **{"d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4},
+            **{"decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128},
+            **{"num_mel_bins": 20, "max_source_positions": 20, "max_target_positions": 32},
+            **{"decoder_start_token_id": 1, "pad_token_id": 0, **ENDS},
+        },
+    ),
     "resnet": (
         "ResNetForImageClassification",
         {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [2, 2], "layer_type": "basic"},
@@ -147,6 +157,7 @@ PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "yolo": ("ultralytics", ("yolov5n", "yolov8n", "yolo11n")),
     "diffusers": ("diffusers", ("AutoencoderKL", "UNet2DModel")),
+    "monai": ("monai", ("UNet", "SegResNet", "DynUNet", "BasicUNet", "AttentionUnet", "VNet")),
 }
 """Source -> a package that is no dependency, and models of it."""
 IMAGES = (64, 96, 112, 128, 160, 192, 224, 256, 299, 384)
@@ -170,6 +181,7 @@ def names() -> list[str]:
         small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
         found.append(f"timm:{min(small or members, key=len)}")
     found += [f"transformers:{name}" for name in HUGGING_FACE] + [f"audio:{name}" for name in AUDIO]
+    found += [f"hand:{name}" for name in NETWORKS]
     for source in ("detection", "segmentation"):
         module = getattr(torchvision.models, source)
         found += [f"{source}:{name}" for name in torchvision.models.list_models(module=module)]
@@ -203,11 +215,15 @@ def model_of(
             shape = (2, 32, 32) if "num_mel_bins" in more else (2, 400)
             return model, {"input_values": torch.randn(shape)}, scores
         tokens = torch.randint(3, 200, (2, 12))
+        if model.main_input_name == "input_features":
+            return model, {"input_features": torch.randn(2, 20, 40), "decoder_input_ids": tokens}, scores
         if "CausalLM" in kind or "LMHead" in kind:
             return model, {"input_ids": tokens, "use_cache": False}, scores
         return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, scores
     if source in PACKAGES or source in ("detection", "segmentation"):
         return (*_dense_model(source, name), all_outputs)
+    if source == "hand":
+        return GPT(NETWORKS[name]), torch.randint(0, 50, (2, 8)), all_outputs
     if source == "audio":
         return (*_audio_model(name), all_outputs)
     make, key = importlib.import_module("timm").create_model, "img_size"
@@ -344,6 +360,8 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
         return importlib.import_module("ultralytics.nn.tasks").DetectionModel(
             f"{name}.yaml", verbose=False
         ), x
+    if source == "monai":
+        return _medical_model(package, name)
     blocks, channels = ("DownEncoderBlock2D", "UpDecoderBlock2D"), (32, 64)
     if name == "AutoencoderKL":
         types = {"down_block_types": blocks[:1] * 2, "up_block_types": blocks[1:] * 2}
@@ -354,6 +372,23 @@ def _dense_model(source: str, name: str) -> tuple[nn.Module, Any]:
     types |= {"up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     model = package.UNet2DModel(block_out_channels=channels, norm_num_groups=8, attention_head_dim=8, **types)
     return model, (x[..., :32, :32], 5)
+
+
+def _medical_model(monai: Any, name: str) -> tuple[nn.Module, Any]:
+    """Return a model of MONAI for the segmentation of volumes, and one with a single channel."""
+    sizes: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+    steps = {"channels": (8, 16, 32), "strides": (2, 2)}
+    kernels = {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size": [2] * 3}
+    own: dict[str, dict[str, Any]] = {
+        "UNet": {**steps, "num_res_units": 2},
+        "SegResNet": {"init_filters": 8},
+        "DynUNet": {**kernels, "filters": [8, 16, 32, 64]},
+        "BasicUNet": {"features": (8, 8, 16, 16, 32, 8)},
+        "AttentionUnet": steps,
+    }
+    sizes |= own.get(name, {})
+    networks = importlib.import_module(f"{monai.__name__}.networks.nets")
+    return getattr(networks, name)(**sizes), torch.randn(1, 1, 32, 32, 32)
 
 
 def _as_it_is(result: Any, *_: Any) -> Any:
@@ -562,7 +597,16 @@ def report(document: dict[str, Any]) -> str:
         f"transformers {facts.get('transformers')}; random weights.",
         "",
     ]
-    for source in ("torchvision", "timm", "transformers", "audio", "detection", "segmentation", *PACKAGES):
+    for source in (
+        "torchvision",
+        "timm",
+        "transformers",
+        "audio",
+        "hand",
+        "detection",
+        "segmentation",
+        *PACKAGES,
+    ):
         own = {n: f for n, f in models.items() if n.startswith(source)}
         if not own:
             continue

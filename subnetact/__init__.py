@@ -52,15 +52,15 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2373   797     18
+    operators       2398   799     18
     supernet        2972   847      5
-    insertion       4327   910     12
+    insertion       4373   921     12
     ofa_adapters    2588   506      7
     digits           136    18      7
     calibration      877   176      1
     latency          526   280      5
     training        1276   326      5
-    elastic          753   162      1
+    elastic          779   171      1
     engine          2627   704      5
     workers          560    96      0
     costs            308    66      4
@@ -73,12 +73,15 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1868   389      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32648  9192    228
+    all            32745  9214    228
 
 The README has a glossary of the words that are used here.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
@@ -177,3 +180,30 @@ if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name fo
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_AUTO = "transformers.models.auto.modeling_auto"
+
+
+class _WithAutoClasses(MetaPathFinder):
+    """Lets `elastic/auto_classes.py` register a model type as soon as somebody imports the Auto classes."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        if name != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        run = spec.loader.exec_module
+
+        def execute(module: Any) -> None:
+            run(module)
+            import_module("subnetact.elastic.auto_classes").register()
+
+        spec.loader.exec_module = execute
+        return spec
+
+
+if _AUTO in sys.modules:
+    import_module("subnetact.elastic.auto_classes").register()
+else:
+    sys.meta_path.insert(0, _WithAutoClasses())

@@ -3,6 +3,7 @@
 - `folder.py`: what a bundle stores; `from_pretrained`, and the work of `Supernet.save_pretrained`.
 - `factories.py`: which networks a bundle may name.
 - `cut_out.py`: one subnet as a model of its library's own class.
+- `auto_classes.py`: cut-outs whose layers differ in size, for the Auto classes of transformers.
 - `card.py`: the model card of a bundle, or of a cut-out.
 - `images.py`: the accuracy of every subnet on a folder of images.
 - `language_model.py`: a subnet for lm-eval.

@@ -20,7 +20,7 @@ from subnetact.elastic.factories import without_progress_bars
 from subnetact.errors import InsertError, SpecError
 from subnetact.files.atomic import replacing_folder
 from subnetact.files.documents import StrPath
-from subnetact.insertion.hugging_face import as_pretrained, renamed, renumbered
+from subnetact.insertion.hugging_face import LAYERED, as_pretrained, renamed, renumbered
 from subnetact.operators.base import template_of
 from subnetact.operators.view_module import module_class
 from subnetact.spec import FLOAT32
@@ -52,7 +52,9 @@ def save_cut_out(
         )
     with replacing_folder(folder, "", "nothing") as place, without_progress_bars():
         save_alone(supernet.extract(spec), place, example=example, max_shard_size=shard_bytes)
-        text = cut_out_card({"library": "transformers", "name": kind.__name__}, card.licence)
+        layered = json.loads((place / "config.json").read_bytes())["model_type"] == LAYERED
+        model = {"library": "transformers", "name": kind.__name__, "layered": layered}
+        text = cut_out_card(model, card.licence)
         (place / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -101,17 +103,14 @@ def _plain(model: Any, example: Any) -> nn.Module:
     """Return a model as its plain class in transformers builds it from its configuration, if that can."""
     if not getattr(model, "builds_each_layer", False):
         return model  # type: ignore[no-any-return]
-    import transformers
-
-    kind: Any = getattr(transformers, type(model).__name__)
+    kind: Any = type(model).__mro__[1]
+    config = copy.deepcopy(model.config)
+    config.__class__ = kind.config_class
     try:
-        found: Any = kind(copy.deepcopy(model.config)).to(next(model.parameters())).eval()
+        found: Any = kind(config).to(next(model.parameters())).eval()
         found.load_state_dict(model.state_dict())
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        why = " ".join(str(error).split())
-        raise InsertError(
-            f"{kind.__name__} of transformers builds no layers of different sizes ({why:.240}); {OTHERWISE}"
-        ) from error
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # Most have layers of one size.
+        return model  # type: ignore[no-any-return]
     if not equal(outputs_of(found, as_batch(example)), outputs_of(model, as_batch(example))):
         raise InsertError(
             f"{kind.__name__} in the shapes of this subnet computes something else: its layers depend on "
@@ -131,6 +130,9 @@ def opening(model: Mapping[str, Any]) -> list[str]:
     """Return the lines with which the model's own library opens a folder."""
     name, library = model["name"], model["library"]
     arguments = "".join(f", {a}={v!r}" for a, v in model.get("arguments", {}).items())
+    if library == "transformers" and model.get("layered"):
+        imports = ["from transformers import " + name, "from subnetact.insertion import heterogeneous"]
+        return [*imports, f'model = heterogeneous({name}).from_pretrained("folder")']
     if library == "transformers":
         return [f"from transformers import {name}", f'model = {name}.from_pretrained("folder")']
     if library == "timm":

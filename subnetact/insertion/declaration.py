@@ -32,6 +32,7 @@ from subnetact.insertion.skippable import StackWatch, skippable_blocks
 from subnetact.insertion.state_space import state_group
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, WeightSlice, vocabulary
 from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.skipped_layer import is_transformer_block
 from subnetact.operators.vocabulary import number_of, own_numbers
 from subnetact.spec import grouped
 from subnetact.supernet.module_outputs import outputs_of
@@ -178,13 +179,9 @@ def _blocks_of(path: str, module: nn.Module) -> list[str]:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or module._parameters or module._buffers:
         return []
     alike = len(module) > 1 and len({type(child) for child in module}) == 1
-    if alike or all(map(_is_checkpointed, module)):
+    if alike or all(map(is_transformer_block, module)):
         return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
     return []
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def _parent(path: str) -> str:
@@ -360,7 +357,7 @@ def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, st
     stacks = grouped((_parent(block), block) for block in observed.blocks)
     for stack, blocks in stacks.items():
         around = any(other.startswith(f"{stack}.") for other in stacks)
-        checkpointed = all(_is_checkpointed(observed.modules[b]) for b in blocks)
+        checkpointed = all(is_transformer_block(observed.modules[b]) for b in blocks)
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
@@ -295,25 +295,48 @@ def _fill(empty: nn.Module, filled: nn.Module) -> str:
     return ""
 
 
-def routing_mass(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
-    """Return the sum of the weights with which the largest subnet routes tokens to each expert of a pool."""
-    noted: list[tuple[bool, Tensor]] = []
+def expert_saliency(network: nn.Module, row: SizeRow, pool: Group, x: Any) -> Tensor:
+    """Return how much each expert of a pool adds to what the largest subnet computes on a batch.
+
+    That is the mean of weight times length of its output over the tokens that visit it (REAP, Lasby et al.,
+    2025). Where the outputs are not seen apart, it is the sum of the weights with which tokens are routed.
+    """
+    noted: list[tuple[int, Tensor]] = []  # how good a measure is, and its scores
     count = pool.full * max(member.multiple for member in pool.members)
 
-    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor) and t.dim() == 2]
+    def total(index: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(count).index_add(0, index.flatten().cpu(), values.flatten().float().cpu())
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() == 2]
+        given = taken + [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim() == 2]
         chosen = [t for t in given if not t.is_floating_point() and int(t.max()) < count]
         weighted = [(i, t) for i in chosen for t in given if t.is_floating_point() and t.shape == i.shape]
         if weighted:
-            index, weights = (t.flatten().cpu() for t in weighted[0])
-            noted.append((True, torch.zeros(count).index_add(0, index, weights.float().abs())))
+            index, weights = pair = weighted[0]
+            noted.append((1, total(index, weights.abs())))
+            if all(any(t is part for t in taken) for part in pair) and isinstance(output, Tensor):
+                lengths = torch.cat([_alone(module, args, kwargs, pair, i) for i in range(index.shape[1])], 1)
+                visits = total(index, torch.ones_like(weights)).clamp(min=1)
+                noted.append((2, total(index, lengths) / visits))
         elif scores := [t for t in given if t.is_floating_point() and t.shape[1] == count]:
-            noted.append((False, scores[-1].float().softmax(1).sum(0).cpu()))
+            noted.append((0, scores[-1].float().softmax(1).sum(0).cpu()))
 
     view = shared_view(network, row)
     for path in dict.fromkeys(member.module for member in pool.members):
         view.get_submodule(path).register_forward_hook(note, with_kwargs=True)
     outputs_of(view, x)
-    exact = any(weighted for weighted, _ in noted)
-    found = [mass for weighted, mass in noted if weighted is exact]
+    best = max((measure for measure, _ in noted), default=0)
+    found = [scores for measure, scores in noted if measure == best]
     return (torch.stack(found).sum(0) if found else torch.zeros(count)).view(pool.full, -1).sum(1)
+
+
+def _alone(experts: Any, args: Any, kwargs: Any, pair: tuple[Tensor, Tensor], place: int) -> Tensor:
+    """Return the length, (tokens, 1), of what experts add in one place of the lists of all tokens."""
+
+    def narrowed(given: Any) -> Any:
+        return given[:, place : place + 1] if any(given is part for part in pair) else given
+
+    args, kwargs = tree_map(narrowed, (args, kwargs))
+    lengths: Tensor = experts.forward(*args, **kwargs).flatten(0, -2).norm(dim=-1, keepdim=True)
+    return lengths

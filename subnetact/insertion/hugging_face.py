@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +35,9 @@ from subnetact.supernet.module_outputs import outputs_of
 Tensors: TypeAlias = Mapping[str, Tensor]
 Place: TypeAlias = tuple[str, int]  # a tensor and an axis
 Places: TypeAlias = Mapping[Place, int]
+LAYERED = "subnetact"
+"""The model type of models whose layers differ in size; `LAYERS_OF` says which one it is of the library."""
+LAYERS_OF = "layers_of"
 
 
 def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
@@ -46,7 +51,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     Returns:
         A model without the skipped layers, whose configuration has the sizes of the subnet, and which
         computes the same on the example. What its `save_pretrained` writes is read by `from_pretrained` of
-        its class or, if layers differ in size, of `heterogeneous(cls)`.
+        its class or, if layers differ in size, of `heterogeneous(cls)` and of the Auto classes.
 
     Raises:
         InsertError: the model has no configuration, or none describes the subnet; the message says which size
@@ -132,7 +137,33 @@ def heterogeneous(cls: Any) -> Any:
 
 
 @cache
+def layered(kind: Any) -> Any:
+    """Return a class of configurations whose files say that layers differ in size.
+
+    The Auto classes of transformers then take `heterogeneous` models (`elastic/auto_classes.py`), and without
+    this package they refuse the folder by its model type.
+    """
+
+    def get_config_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        stated, rest = super(found, cls).get_config_dict(*args, **kwargs)
+        return {**stated, "model_type": stated.pop(LAYERS_OF, kind.model_type)}, rest
+
+    def save_pretrained(self: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+        super(found, self).save_pretrained(folder, *args, **kwargs)
+        path = Path(folder) / "config.json"
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        stated |= {"model_type": LAYERED, LAYERS_OF: kind.model_type}
+        path.write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    methods = {"get_config_dict": classmethod(get_config_dict), "save_pretrained": save_pretrained}
+    found: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+    return found
+
+
+@cache
 def _heterogeneous(cls: Any) -> Any:
+    kind: Any = cls.config_class
+
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         plain = copy.deepcopy(config)
         plain.per_layer_config = None
@@ -140,8 +171,11 @@ def _heterogeneous(cls: Any) -> Any:
         config._attn_implementation = plain._attn_implementation
         _build_layers(self, config)
         self.config = config
+        if config.is_heterogeneous and config.__class__ == kind:
+            config.__class__ = layered(kind)
 
     namespace = {"__init__": init, "__module__": cls.__module__, "builds_each_layer": True}
+    namespace["config_class"] = layered(kind)
     return type(cls.__name__, (cls,), namespace)
 
 
@@ -219,6 +253,16 @@ def _shorten(config: Any, path: str, count: int, kept: list[int]) -> None:
         values = getattr(config, field, None)
         if isinstance(values, list | tuple) and len(values) == count:
             setattr(config, field, [values[i] for i in kept])
+    stages = getattr(config, "stage_names", None) or ()
+    if len(stages) == count + 1:  # The maps of a backbone are those behind so many layers.
+        behind = [sum(layer < i % len(stages) for layer in kept) for i in config.out_indices]
+        if len({*behind}) < len(behind):
+            raise InsertError(
+                f"{config.out_features} are the same features in this subnet, which skips all layers between "
+                "two of them; no configuration describes that: keep one, or save its state_dict instead"
+            )
+        config.stage_names = stages[: len(kept) + 1]
+        config.set_output_features_output_indices(None, behind)
     shared = number_of(config, "num_kv_shared_layers")
     if shared:
         config.num_kv_shared_layers = sum(i >= count - shared for i in kept)

@@ -53,6 +53,7 @@ from subnetact.operators import Elastic
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.shards import shards
+from subnetact.operators.skipped_layer import RECORDING
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.adapters import is_adapter, without_adapters
@@ -65,7 +66,7 @@ from subnetact.supernet.unused_weights import private_copy
 _log = logging.getLogger(__name__)
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
-HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+HARMLESS = (RECORDING, "transformers.modeling_utils")
 """Homes of hooks of transformers, which note hidden states or let outputs require gradients, and no more."""
 ADAPTED = ("peft.peft_model", "peft.tuners.lora.model")
 """Homes of the modules that PEFT puts around a model whose layers have adapters."""

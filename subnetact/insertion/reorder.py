@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.experts import routing_mass
+from subnetact.insertion.experts import expert_saliency
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Measure, UnitWeights
 from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.operators.layer_traits import traits_of
@@ -66,9 +66,10 @@ def reorder_(
 
     The largest subnet computes the same function as before, up to rounding, which is tried on a private copy
     with random weights first. Heads move as a whole, and query heads with the keys and values that they
-    share. The neurons of every expert of a mixture move apart from those of other experts. Experts of a pool
-    come in the order of their routing mass on the example, the most used first, whichever importance is
-    named. What something reads that does not follow the dimension stays, and the report says why.
+    share. The neurons of every expert of a mixture move apart from those of other experts. Experts of a
+    pool come in the order of REAP on the example, whichever importance is named: the mean, over the tokens
+    that visit an expert, of its weight times the length of its output. What something reads that does not
+    follow the dimension stays, and the report says why.
 
     Narrow subnets become other networks. Their BatchNorm statistics are dropped, with a warning; those of
     subnets that are only shallower are permuted. Make optimisers after this call, because their state belongs
@@ -130,7 +131,7 @@ def reorder_(
     for group in chosen:
         pool = stated.get(group.dimensions[0])
         if pool is not None and pool.axis == "pool":
-            scores[group] = routing_mass(supernet.network, row, pool, example)
+            scores[group] = expert_saliency(supernet.network, row, pool, example)
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
     moving = {g: order for g, order in orders.items() if bool((order.diff() < 0).any())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from subnetact.operators.actuation import Run, in_forward
 from subnetact.operators.base import Operator
-from subnetact.operators.skipped_layer import skipped
+from subnetact.operators.skipped_layer import RECORDING, skipped
 from subnetact.operators.view_module import called_module, view_module
 from subnetact.space import SizeRow
 
@@ -112,10 +113,13 @@ class LayerSelect(Operator):
         return name in self._modules or super()._varies(name, value)
 
     def _stand_in(self, name: str) -> nn.Module:
+        layer: Any = self._modules[name]
         if name not in self._stand_ins:
-            layer = self._modules[name]
             self._stand_ins[name] = skipped(nn.Identity() if layer is None else layer)
-        return self._stand_ins[name]
+        stand_in, hooks = self._stand_ins[name], {} if layer is None else layer._forward_hooks
+        recording = {i: hook for i, hook in hooks.items() if getattr(hook, "__module__", "") == RECORDING}
+        object.__setattr__(stand_in, "_forward_hooks", OrderedDict(recording))
+        return stand_in
 
 
 class SwitchableModule(nn.Module):

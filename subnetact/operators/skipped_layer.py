@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import template_of
+from subnetact.operators.view_module import Extractable, mixed_class
 
+RECORDING = "transformers.utils.output_capturing"
+"""Home of the hooks with which models of transformers note hidden states; it finds layers by their class."""
 _INNER = frozenset(nn.Module().__dict__)
 
 
@@ -47,6 +50,13 @@ class SkippedLayer(nn.Module):
         return str(self.stands_for.__name__)
 
 
+class SkippedBlock(Extractable, SkippedLayer):
+    """A SkippedLayer that is of the class of its layer, too, so that transformers notes its output."""
+
+    __call__ = nn.Module.__call__
+    train = nn.Module.train
+
+
 class SkippedUnary(SkippedLayer):
     """A SkippedLayer for a layer that takes one tensor; `torch.jit.script` compiles this one."""
 
@@ -64,9 +74,18 @@ def first_name(layer: nn.Module) -> str:
     return next((n for n in inspect.signature(type(layer).forward).parameters if n != "self"), "")
 
 
+def is_transformer_block(module: nn.Module) -> bool:
+    """Tell whether a module is a block of a model of transformers."""
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
 def skipped(layer: nn.Module) -> SkippedLayer:
     """Return what stands in the place of a layer that a subnet skips."""
     layer = template_of(layer)
+    if is_transformer_block(layer):
+        stand_in, cls = SkippedLayer(layer), type(layer)
+        object.__setattr__(stand_in, "__class__", mixed_class(SkippedBlock, cls))  # type: ignore[arg-type]
+        return stand_in
     taken = list(inspect.signature(type(layer).forward).parameters.values())[1:]
     one = len(taken) == 1 and taken[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     return (SkippedUnary if one else SkippedLayer)(layer)

@@ -241,6 +241,9 @@ class _View(nn.Module):
         return copied
 
     def __copy__(self) -> nn.Module:
+        keeping: Keeping | None = self.__dict__.get("_keeping")
+        if keeping is not None:
+            keeping.settle(False)  # A copy has the sizes of the subnet, too.
         copied: nn.Module = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -349,15 +352,21 @@ class Extractable:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an extracted module."""
-        return _remade, type(self).__bases__, dict(self.__dict__)
+        kinds: list[Any] = [type(self)]
+        while issubclass(kinds[-1], Extractable):
+            kinds[-1:] = kinds[-1].__bases__
+        return _remade, tuple(kinds), dict(self.__dict__)
 
 
 class Corrected(Extractable):
     """The base of the mixins that let a module of one subnet add a correction to what it returns."""
 
 
-def _remade(kind: type, cls: type[nn.Module]) -> nn.Module:
-    return object.__new__(mixed_class(kind, cls))  # type: ignore[arg-type]
+def _remade(*kinds: Any) -> nn.Module:
+    cls = kinds[-1]
+    for kind in kinds[-2::-1]:
+        cls = mixed_class(kind, cls)
+    return object.__new__(cls)  # type: ignore[no-any-return]
 
 
 def mix_inside_(module: nn.Module, mixin: type) -> None:

@@ -47,7 +47,7 @@ SIZES = (
 )  # fmt: skip
 
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
+PER_LAYER = ("layer_types", "mlp_layer_types", "activation_sparsity_pattern", *NEURONS)
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 FEATURES = ("num_features", "head_hidden_size", "embed_dim", "in_features", "hidden_size", "feature_dim")
 

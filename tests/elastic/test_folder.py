@@ -132,7 +132,6 @@ def test_subnets_that_no_class_can_have_are_refused_with_the_reason(saved: Path,
     words = {
         "torchvision": ({"width": 0.5}, "only a model of transformers can be cut out"),
         "timm": ({"depth": 0.5}, "only a model of transformers can be cut out"),
-        "decoder": ({"ffn": [1.0, *[0.5] * 5]}, "LlamaForCausalLM of transformers builds no layers of diff"),
         "encoder": ({"heads": 0.5}, "no configuration of BertForSequenceClassification describes this"),
     }
     for name, (choices, message) in words.items():

@@ -20,9 +20,9 @@ MODELS: dict[str, dict[str, Any]] = RESULTS["models"]
 @pytest.mark.parametrize(
     ("source", "count", "share"),
     [
-        *(("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 51, 0.9), ("detection", 12, 0.9)),
+        *(("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 52, 0.9), ("detection", 12, 0.9)),
         *(("segmentation", 6, 0.9), ("smp", 12, 0.9), ("yolo", 3, 0.9), ("diffusers", 2, 0.9)),
-        ("audio", 2, 0.9),
+        *(("audio", 2, 0.9), ("monai", 6, 0.9), ("hand", 2, 0.9)),
     ],
 )
 def test_enough_models_are_elastic_in_two_axes_and_none_is_wrong(
@@ -63,7 +63,11 @@ def coverage() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name", ["torchvision:squeezenet1_1", "timm:ese_vovnet19b_slim", "transformers:qwen3"]
+    "name",
+    [
+        *("torchvision:squeezenet1_1", "timm:ese_vovnet19b_slim", "transformers:qwen3", "hand:nanogpt"),
+        "hand:nanogpt_own_sizes",
+    ],
 )
 def test_a_model_gives_the_committed_results(coverage: ModuleType, name: str) -> None:
     found, committed = coverage.coverage(*name.split(":")), MODELS[name]

@@ -91,7 +91,7 @@ def test_a_pool_of_a_router_of_groups_keeps_whole_groups() -> None:
         description.with_choices("pool", [1, 4])
 
 
-def test_experts_are_sorted_by_use_and_the_neurons_of_each_by_importance() -> None:
+def test_the_neurons_of_each_expert_are_sorted_by_importance_and_the_largest_stays() -> None:
     model, x = tiny_mixture("mixtral")
     expected = run(model, x)
     supernet = insert_(model, example=x, axes=AXES)
@@ -99,14 +99,6 @@ def test_experts_are_sorted_by_use_and_the_neurons_of_each_by_importance() -> No
     assert len(report.reordered) == 6
     assert not report.kept
     torch.testing.assert_close(run(supernet.subnet(subnet(supernet)), x), expected, rtol=0, atol=5e-5)
-    used: list[Tensor] = []
-    view = supernet.subnet(subnet(supernet))
-    gate = view.get_submodule("model.layers.0.mlp.gate")
-    gate.register_forward_hook(lambda _, __, output: used.append(torch.zeros(8).index_add(
-        0, output[2].flatten(), output[1].flatten()
-    )))  # fmt: skip
-    run(view, x)
-    assert bool((used[0].diff() <= 1e-5).all())
     experts = supernet.network.get_submodule("model.layers.0.mlp.experts")
     up, down = experts._parameters["gate_up_proj"], experts._parameters["down_proj"]
     assert up is not None

@@ -111,18 +111,11 @@ def test_an_extract_saves_what_it_has_become(tmp_path):
     torch.testing.assert_close(opened(IDS).logits, subnet.eval()(IDS).logits, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "message"),
-    [
-        ("BertModel", {"heads": 0.5}, "save its state_dict instead"),
-        ("LlamaForCausalLM", {"ffn": [0.5, 1.0, 0.5, 1.0]}, "save the bundle"),
-    ],
-)
-def test_a_subnet_that_no_configuration_describes_is_not_saved(name, sizes, message, tmp_path):
-    supernet = elastic(name, tuple(sizes))
-    spec = supernet.space.spec(**sizes)
+def test_a_subnet_that_no_configuration_describes_is_not_saved(tmp_path):
+    supernet = elastic("BertModel", ("heads",))
+    spec = supernet.space.spec(heads=0.5)
     for subnet in (supernet.subnet(spec), supernet.extract(spec)):
-        with pytest.raises(InsertError, match=message):
+        with pytest.raises(InsertError, match="save its state_dict instead"):
             subnet.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 
