@@ -9,6 +9,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable; forks
     device, command                      the device in use; what all commands share
+    subnet_keyword                       `subnet` of `from_pretrained` of transformers, and of what calls it
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
     operators/                           one slicing rule each: WeightSlice, ...
@@ -86,6 +87,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
+from subnetact.subnet_keyword import add_keyword
 
 __version__ = "0.1.0"
 
@@ -111,6 +113,8 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
+    "open_subnet": "elastic.keyword",  # for from_pretrained of transformers; no public name
+    "push_bundle": "elastic.hub",  # for Supernet.push_to_hub; no public name
     "save_alone": "elastic.cut_out",  # for save_pretrained of subnets; no public name
     "save_cut_out": "elastic.folder",  # for Supernet.save_pretrained, as the next one; no public names
     "save_folder": "elastic.folder",
@@ -181,3 +185,6 @@ if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name fo
 
 def __dir__() -> list[str]:
     return __all__
+
+
+add_keyword()
