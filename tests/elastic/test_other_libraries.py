@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import subnetact
+from subnetact.errors import SpecError
 from subnetact.generation.text import DATA, END
 
 TEXTS = ["Return the number of bytes.", "a file", "Open a file and read all of its lines."]
@@ -150,6 +151,13 @@ TABLE = {
         TRANSFORMERS.format(options=', subnet="half"').replace("name", "folder"),
         TRANSFORMERS.format(options="").replace("name", "folder"),
     ),
+    "transformers, imported first": Row(
+        ("transformers",),
+        "bert",
+        "    from transformers import PreTrainedModel\n    import subnetact\n"
+        + TRANSFORMERS.format(options=', subnet="half", dtype="float32"').replace("name", "folder"),
+        TRANSFORMERS.format(options="").replace("name", "folder"),
+    ),
     "huggingface_hub": Row(
         ("huggingface_hub",),
         "bert",
@@ -199,7 +207,7 @@ TABLE = {
 def run(text: str, folder: Path, other: Path, python_path: str, ours: bool) -> torch.Tensor:
     """Run a script in a process of its own, and return what it found."""
     file = folder.parent / "found.pt"
-    begin = "import subnetact\n" if ours else ""
+    begin = "import subnetact\n" if ours and "import subnetact" not in text else ""
     end = "" if ours else "import sys; assert 'subnetact' not in sys.modules\n"
     given = f"folder, alone, texts = {str(folder)!r}, {str(other)!r}, {TEXTS!r}\n"
     script = f"import torch\n{begin}{given}{dedent(text)}\n{end}torch.save(found.detach(), {str(file)!r})"
@@ -248,3 +256,25 @@ def test_a_subnet_of_a_bundle_is_in_another_library_what_its_cut_out_is(
         ours, run(row.alone, alone, bundle, python_path, False), rtol=0, atol=TOLERANCE
     )
     assert ours.std() > 0
+
+
+def test_what_a_bundle_cannot_follow_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BertForMaskedLM
+
+    sizes: Any = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    network = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4)).eval()
+    x = torch.randint(5, 99, (2, 8))
+    supernet = subnetact.insert_(network, example={"input_ids": x}, axes=("ffn",), choices=(0.5, 1.0))
+    supernet.save_pretrained(tmp_path / "bundle", subnets={"half": supernet.space.smallest()})
+    bundle: Any = tmp_path / "bundle"
+    half = BertModel.from_pretrained(bundle, subnet="half", dtype=torch.float64)
+    assert half.dtype == torch.float64
+    assert half.encoder.layer[0].intermediate.dense.out_features == 32, "the base of the class in the bundle"
+    with pytest.raises(SpecError, match=r"follow \['quantization_config'\]; it follows attn_implementation"):
+        BertModel.from_pretrained(bundle, subnet="half", quantization_config=object())
+    with pytest.raises(SpecError, match="is of a BertForMaskedLM, not of a BertLMHeadModel; open it as"):
+        AutoModelForCausalLM.from_pretrained(bundle, subnet="half")
+    with pytest.raises(SpecError, match="no subnet is called 'tiny'"):
+        BertModel.from_pretrained(bundle, subnet="tiny")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        BertModel.from_pretrained(bundle, subset="half")
