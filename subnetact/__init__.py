@@ -9,7 +9,6 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable; forks
     device, command                      the device in use; what all commands share
-    subnet_keyword                       `subnet` of `from_pretrained` of transformers, and of what calls it
     comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
     operators/                           one slicing rule each: WeightSlice, ...
@@ -51,7 +50,6 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     files            558    90      0
     device           136    13      9
     command           87    10      8
-    subnet_keyword    34     7      0
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
@@ -63,7 +61,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     calibration      887   176      1
     latency          597   310      6
     training        1376   346      5
-    elastic          821   192      1
+    elastic          861   200      1
     engine          2627   701      5
     workers          560    96      0
     costs            308    66      4
@@ -79,7 +77,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     loadtest         281    57      0
     cluster          461   117      3
     __main__          17     2      0
-    all            33999  9518    232
+    all            34005  9519    232
 
 The README has a glossary of the words that are used here.
 """
@@ -88,7 +86,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
-from subnetact.subnet_keyword import add_keyword
+from subnetact.elastic.subnet_keyword import add_keyword
 
 __version__ = "0.1.0"
 
@@ -114,7 +112,6 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
-    "open_subnet": "elastic.keyword",  # for from_pretrained of transformers; no public name
     "push_bundle": "elastic.hub",  # for Supernet.push_to_hub; no public name
     "save_alone": "elastic.cut_out",  # for save_pretrained of subnets; no public name
     "save_cut_out": "elastic.folder",  # for Supernet.save_pretrained, as the next one; no public names

@@ -5,11 +5,23 @@
 - `cut_out.py`: one subnet as a model of its library's own class.
 - `card.py`: the model card of a bundle, or of a cut-out.
 - `hub.py`: a bundle at the hub of Hugging Face.
-- `keyword.py`: a subnet as a model of a class of transformers.
+- `subnet_keyword.py`: the keyword `subnet` of transformers, which `import subnetact` adds.
+- `opened_subnet.py`: what that keyword opens.
 - `images.py`: the accuracy of every subnet on a folder of images.
 - `language_model.py`: a subnet for lm-eval.
 """
 
-from subnetact.elastic.folder import from_pretrained
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subnetact.elastic.folder import from_pretrained
 
 __all__ = ["from_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "from_pretrained":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from subnetact.elastic.folder import from_pretrained
+
+    return from_pretrained

@@ -27,15 +27,14 @@ def downloaded(folder: StrPath, options: Mapping[str, Any]) -> StrPath:
 
 
 def push_bundle(
-    supernet: Supernet, name: str, repository: Mapping[str, Any], saving: Mapping[str, Any]
+    supernet: Supernet, name: str, private: bool | None, token: Any, commit: Mapping[str, Any], saving: Any
 ) -> Any:
     """Write a bundle with its model card, and upload it as one commit; see `Supernet.push_to_hub`."""
     with extra_needed(NEEDED):
         from huggingface_hub import HfApi
-    upload = dict(repository)
     with TemporaryDirectory() as place:
         supernet.save_pretrained(place, **saving)
         Path(place, "README.md").write_text(model_card(*validated(place)), encoding="utf-8")
-        api = HfApi(token=upload.pop("token"))
-        made = api.create_repo(name, private=upload.pop("private"), exist_ok=True)
-        return api.upload_folder(repo_id=made.repo_id, folder_path=place, **upload)
+        api = HfApi(token=token)
+        made = api.create_repo(name, private=private, exist_ok=True)
+        return api.upload_folder(repo_id=made.repo_id, folder_path=place, **commit)

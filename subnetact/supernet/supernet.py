@@ -833,8 +833,8 @@ class Supernet(ReadThrough):
         """
         from subnetact import push_bundle  # type: ignore[attr-defined]
 
-        where = {"revision": revision, "create_pr": create_pr, "commit_message": commit_message}
-        return push_bundle(self, repo_id, {"private": private, "token": token, **where}, saving)
+        commit = {"revision": revision, "create_pr": create_pr, "commit_message": commit_message}
+        return push_bundle(self, repo_id, private, token, commit, saving)
 
     # -- nn.Module --------------------------------------------------------------------------------
 

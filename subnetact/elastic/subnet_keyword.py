@@ -49,7 +49,7 @@ def _add(models: Any) -> None:
     def from_pretrained(cls: Any, name: Any, *args: Any, subnet: Any = None, **options: Any) -> Any:
         if subnet is None:
             return plain(cls, name, *args, **options)
-        from subnetact import open_subnet  # type: ignore[attr-defined]
+        from subnetact.elastic.opened_subnet import open_subnet
 
         return open_subnet(cls, name, subnet, options)
 
