@@ -100,7 +100,14 @@ TRAINED = """
         folder + "-training", num_train_epochs=1, per_device_train_batch_size=3, use_cpu=True, report_to=[],
         disable_tqdm=True, save_strategy="no", seed=0)
     loss = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), [32, 16])
-    trainer = Trainer(model=model, args=options, train_dataset=rows, loss=loss, distillation=0.0)
+    given = dict(model=model, args=options, train_dataset=rows, loss=loss)
+    try:
+        Trainer(**given).train()
+    except subnetact.errors.TrainingError as error:
+        assert "give distillation=0.0" in str(error)
+    else:
+        raise AssertionError("losses of this library return no outputs")
+    trainer = Trainer(**given, distillation=0.0)
     trainer.train()
     assert trainer.state.global_step == 2
     assert not torch.equal(supernet.subnet(half)(x).last_hidden_state, before)
