@@ -269,15 +269,16 @@ def page(known: dict[str, Any]) -> str:
         f"({place['instructions']}), torch {place['torch']}, one thread, CPU time on a busy machine. The "
         "subnet `half` has three of six layers and half of the feed-forward neurons. `distill_` trained it "
         f"for {trained['steps']} steps of {PAIRS} pairs ({trained['cpu_minutes']:.1f} CPU minutes, learning "
-        f"rate {trained['rate']:g}{'; ' * ('note' in trained)}{trained.get('note', '')}); a pair is the first sentence and the rest of one of {trained['pairs']} "
-        f"docstrings of the standard library and of {', '.join(PACKAGES)}. Searched are {SEARCHED} such "
+        f"rate {trained['rate']:g}{'; ' * ('note' in trained)}{trained.get('note', '')}); a pair is the "
+        f"first sentence and the rest of one of {trained['pairs']} docstrings of the standard library and of "
+        f"{', '.join(PACKAGES)}. Searched are {SEARCHED} such "
         f"pairs of {HELD_OUT}, whose modules were not trained on: nDCG@10 of finding the rest by the first "
         'sentence. The bundle is opened by `SentenceTransformer(folder, model_kwargs={"subnet": "half"}, '
         f"truncate_dim=...)`. `encode` of a document ({DOCUMENT_TOKENS} tokens at most) takes "
         f"{encode['full']:.2f} ms at full size and {encode['half']:.2f} ms at half: {middle:.2f} times "
         f"faster ({low:.2f} to {high:.2f} in {ROUNDS} turns of {TIMED} documents). A search looks through "
-        f"{INDEXED:,} vectors. At all dimensions, half has {100 * half / best:.1f} % of the original's nDCG@10: "
-        "that much training buys no 95 %."
+        f"{INDEXED:,} vectors. At all dimensions, half has {100 * half / best:.1f} % of the original's "
+        "nDCG@10; 95 % were the aim."
     )
     lines = ["# An embedder at half its size in sentence-transformers", "", *wrap(text, 110), ""]
     lines += ["| weights | dimensions | nDCG@10 | of the original's | encode and search, ms | times faster |"]
