@@ -46,21 +46,21 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors           115    54     41
-    files            537    88      0
+    files            539    89      0
     device           136    13      9
     command           89    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
     operators       2398   799     18
-    supernet        2972   847      5
+    supernet        2986   868      5
     insertion       4373   921     12
     ofa_adapters    2588   506      7
     digits           136    18      7
     calibration      877   176      1
     latency          526   280      5
-    training        1276   326      5
-    elastic          779   171      1
+    training        1280   326      5
+    elastic          886   203      1
     engine          2627   704      5
     workers          560    96      0
     costs            308    66      4
@@ -73,18 +73,16 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1868   389      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32745  9214    228
+    all            32872  9268    228
 
 The README has a glossary of the words that are used here.
 """
 
-import sys
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
+from subnetact.elastic.in_transformers import add_to_transformers
 
 __version__ = "0.1.0"
 
@@ -110,6 +108,7 @@ if TYPE_CHECKING:
 _HOME = {
     "describe": "insertion.insert",
     "from_pretrained": "elastic.folder",
+    "push_bundle": "elastic.hub",  # for Supernet.push_to_hub; no public name
     "save_alone": "elastic.cut_out",  # for save_pretrained of subnets; no public name
     "save_cut_out": "elastic.cut_out",  # for Supernet.save_pretrained, as the next one; no public names
     "save_folder": "elastic.folder",
@@ -182,28 +181,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_AUTO = "transformers.models.auto.modeling_auto"
-
-
-class _WithAutoClasses(MetaPathFinder):
-    """Lets `elastic/auto_classes.py` register a model type as soon as somebody imports the Auto classes."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name != _AUTO:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
-        run = spec.loader.exec_module
-
-        def execute(module: Any) -> None:
-            run(module)
-            import_module("subnetact.elastic.auto_classes").register()
-
-        spec.loader.exec_module = execute
-        return spec
-
-
-if _AUTO in sys.modules:
-    import_module("subnetact.elastic.auto_classes").register()
-else:
-    sys.meta_path.insert(0, _WithAutoClasses())
+add_to_transformers()

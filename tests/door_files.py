@@ -135,7 +135,9 @@ def push_to_hub(model: Any, door: Door) -> Any:
     def upload(self: Any, folder: Any, *_: Any, **__: Any) -> None:
         opened.append(type(door.original).from_pretrained(folder).eval())
 
+    api = mock.Mock(upload_folder=lambda folder_path, **_: upload(None, folder_path))
     with (
+        mock.patch("huggingface_hub.HfApi", return_value=api),
         mock.patch.object(hub.PushToHubMixin, "_upload_modified_files", upload),
         mock.patch.object(hub, "hf_api"),
         mock.patch.object(hub, "create_and_tag_model_card"),

@@ -124,7 +124,7 @@ TABLE = [
     row(files.save_pretrained, "llama", SAME, PARTLY, PARTLY),
     row(files.save_pretrained, "tied", SAME, PARTLY, PARTLY),
     row(files.save_pretrained_twice, "llama", SAME, PARTLY, PARTLY),
-    row(files.push_to_hub, "llama", OR_OF_A_SUBNET, PARTLY, PARTLY),
+    row(files.push_to_hub, "llama", SAME, PARTLY, PARTLY),
     row(files.timm_save_for_hub, "resnet", NOT, SIZES_DIFFER, SIZES_DIFFER),
     row(files.accelerate_save_model, "tied", SAME, SAME, SAME, needs="accelerate"),
     row(files.distributed_state_dict, "llama", SAME, SAME, SAME),

@@ -68,9 +68,9 @@ def model_card(document: Mapping[str, Any], tables: _Tables, supernet: Supernet 
 
 def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | None) -> Iterator[str]:
     model, subnets = document["model"] or {"library": "torch", "name": "own network"}, document["subnets"]
-    library = model["library"] if model["library"] in ("transformers", "timm") else "subnetact"
+    tags = ["elastic", *([model["library"]] if model["library"] in ("transformers", "timm") else ())]
     yield from ("---", *([f"license: {json.dumps(document['licence'])}"] if document["licence"] else ()))
-    yield from (f"library_name: {library}", "tags: [elastic, subnetact]", "---", "")
+    yield from ("library_name: subnetact", f"tags: [{', '.join(tags)}]", "---", "")
     yield f"# {model['name']}, elastic"
     yield from ("", f"One copy of the weights holds every size; {len(subnets)} of them have names.", "")
     known = sorted({what for stated in subnets.values() for what in stated["quality"]})

@@ -10,8 +10,6 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from subnetact.elastic.folder import from_pretrained
-
 
 @register_model("subnetact")
 class ElasticLM(HFLM):  # type: ignore[misc]
@@ -24,9 +22,7 @@ class ElasticLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(self, path: str, subnet: str | None = None, **options: Any) -> None:
-        supernet: Any = from_pretrained(path)
-        spec = supernet.space.largest() if subnet is None else supernet.card.find(supernet.space, subnet)
-        super().__init__(pretrained=supernet.subnet(spec), **{"tokenizer": path, **options})
+        super().__init__(pretrained=path, subnet=subnet, **options)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,8 @@ class FolderFormat(DocumentFormat):
     def writing(self, directory: StrPath, facts: Mapping[str, Any]) -> Iterator[Path]:
         """Yield a folder to fill; then write the index with `facts`, and move the folder into place.
 
-        Files that others put into the former version, which its index does not list, are kept.
+        Files that others put into the former version, also into folders in it, which its index does not
+        list, are kept.
         """
         with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
@@ -152,9 +153,11 @@ class FolderFormat(DocumentFormat):
             own = {self.index, *self.read(former / self.index)["files"]}
         except (FileFormatError, KeyError, TypeError):  # There is no former version.
             return
-        for path in former.iterdir():
-            if path.is_file() and path.name not in own and not (folder / path.name).exists():
-                shutil.copy2(path, folder)
+        for path in former.rglob("*"):
+            kept = folder / (name := path.relative_to(former))
+            if path.is_file() and str(name) not in own and not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, kept)
 
     def read_version(
         self, directory: StrPath, read: Callable[[Path, dict[str, Any]], Result], verify: bool = True

@@ -799,6 +799,43 @@ class Supernet(ReadThrough):
         else:
             save_folder(self, folder, card, tables or {}, None, shard_bytes=shard_bytes)
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload a bundle of subnetact",
+        **saving: Any,
+    ) -> Any:
+        """Upload a bundle with its model card to the hub of Hugging Face, as one commit.
+
+        Args:
+            repo_id: the name of the repository, `me/model`, which is made if there is none.
+            private: whether a new repository is private. If None, the hub decides.
+            token: the token of the hub. If None, that of `hf auth login`.
+            revision: the branch. If None, the main one.
+            create_pr: whether to open a pull request instead of a commit to the branch.
+            commit_message: of the commit.
+            saving: arguments of `save_pretrained`: `subnets`, `quality`, `licence` and so on.
+
+        Returns:
+            The `CommitInfo` of huggingface_hub.
+
+        Raises:
+            MissingExtra: huggingface_hub is not installed.
+
+        Example:
+            >>> supernet.push_to_hub("me/model", subnets={"half": spec}, licence="mit")
+            >>> supernet = subnetact.from_pretrained(huggingface_hub.snapshot_download("me/model"))
+        """
+        from subnetact import push_bundle  # type: ignore[attr-defined]
+
+        commit = {"revision": revision, "create_pr": create_pr, "commit_message": commit_message}
+        return push_bundle(self, repo_id, private, token, commit, saving)
+
     # -- nn.Module --------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -94,12 +94,20 @@ class SandwichTraining:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
         if model.training and self.distillation:
             scores = logits(outputs)
+            if not isinstance(scores, Tensor):
+                raise self._no_scores(scores, labels)
             if self.wanted is None:
                 self.wanted = scores.detach()
             else:
                 apart = self.divergence(scores, self.wanted, labels, num_items_in_batch)
                 loss = self.distillation * apart + (1.0 - self.distillation) * loss
         return (loss, outputs) if return_outputs else loss
+
+    def _no_scores(self, scores: Any, labels: Any) -> TrainingError:
+        return TrainingError(
+            f"distillation: the outputs, {describe_input(scores)}, are no class scores of the labels, "
+            f"{describe_input(labels)}; give distillation=0.0, or override divergence"
+        )
 
     def divergence(self: Any, scores: Tensor, wanted: Tensor, labels: Any, number: Any = None) -> Any:
         """Return how far the scores of a subnet, (..., classes), are from those of the teacher.
@@ -112,10 +120,7 @@ class SandwichTraining:
         ):  # Every token predicts the next one.
             scores, wanted, labels = scores[:, :-1], wanted[:, :-1], labels[:, 1:]
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != scores.shape[:-1]:
-            raise TrainingError(
-                f"distillation: the outputs, {describe_input(scores)}, are no class scores of the labels, "
-                f"{describe_input(labels)}; give distillation=0.0, or override divergence"
-            )
+            raise self._no_scores(scores, labels)
         counts = labels != IGNORED
         apart = cross_entropy(scores[counts], wanted[counts])
         if number is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func):

@@ -173,6 +173,8 @@ def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
     figures = {"large": {"accuracy": 70.0, "top5": 90.0}}
     supernet.save_pretrained(tmp_path / "f", quality=figures, source="made up", tables={"cpu": table})
     (tmp_path / "f" / "README.md").write_text("mine")
+    (tmp_path / "f" / "1_Pooling").mkdir()
+    (tmp_path / "f" / "1_Pooling" / "config.json").write_text("{}")
     again: Any = subnetact.from_pretrained(tmp_path / "f")
     again.save_pretrained(tmp_path / "f", subnets={"large": again.space.largest()})
     document = json.loads((tmp_path / "f" / "elastic.json").read_text())
@@ -181,6 +183,7 @@ def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
     assert document["model"]["name"] == "shufflenet_v2_x0_5"
     names = {path.name for path in (tmp_path / "f").iterdir()}
     assert "README.md" in names
+    assert (tmp_path / "f" / "1_Pooling" / "config.json").read_text() == "{}"
     assert "latency-0.json" not in names
     again.network.conv1[0].weight.data.add_(1.0)
     before = supernet.subnet(supernet.space.largest())(IMAGES)
@@ -200,7 +203,7 @@ def test_an_engine_serves_the_folder_and_the_validator_and_the_card_read_it(
     assert "transformers BertForSequenceClassification" in capsys.readouterr().out
     assert main([str(saved / "encoder"), "--card"]) == 0
     card = capsys.readouterr().out
-    assert card.startswith('---\nlicense: "mit"\nlibrary_name: transformers')
+    assert card.startswith('---\nlicense: "mit"\nlibrary_name: subnetact\ntags: [elastic, transformers]')
     assert "| small |" in card
     (tmp_path / "elastic.json").write_text("{}")
     assert main([str(tmp_path)]) == 2
