@@ -316,7 +316,7 @@ def page(known: dict[str, Any]) -> str:
     text = (
         f"`benchmarks/embedder_search.py`: all-MiniLM-L6-v2 on an {place['device_name']} "
         f"({place['instructions']}), torch {place['torch']}, one thread, CPU time on a busy machine. The "
-        "subnet `half` has three of six layers, whose outputs on 128 pairs of the training are nearest to the "
+        "subnet `half` has three of six layers, whose outputs on 128 pairs of training are nearest to the "
         "whole's, and half of their feed-forward neurons, the first by `reorder_`. `distill_` trained it "
         f"for {trained['steps']} steps of {PAIRS} pairs ({trained['cpu_minutes']:.1f} CPU minutes, learning "
         f"rate {trained['rate']:g}{'; ' * ('note' in trained)}{trained.get('note', '')}); a pair is the "

@@ -164,6 +164,7 @@ class Generator(ClosedOnExit):
         top_p: float | None = None,
         seed: int | None = None,
         min_accuracy: float = 0.0,
+        priority: int = 0,
         logprobs: int | None = None,
         phases: Sequence[Phase | tuple[Any, ...]] = (Phase(),),
     ) -> Completion:
@@ -185,6 +186,8 @@ class Generator(ClosedOnExit):
             seed: whole number of 64 bits. The same seed, prompt and subnets give the same drawn tokens,
                 whatever else is in the steps. If None, one that follows from the generator's `seed`.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
+            priority: below 0, the request gets a place only if no other one waits, no subnet is chosen for
+                its sake while it waits, and it ends with `QueueFull` if another needs its place in the queue.
             logprobs: tell the log-probability of every generated token, and of this number of the most likely
                 ones, from 0 to 20. If None, none are told.
             phases: which subnets generate which part of the answer, as `Phase`s or tuples of their fields.
@@ -224,6 +227,7 @@ class Generator(ClosedOnExit):
             _sampling(temperature, top_k, top_p, self._vocabulary),
             parts,
             least=check_within(min_tokens, "min_tokens", 0, count),
+            sheddable=check_within(priority, "priority", -(2**31)) < 0,
         )
         if seed is None:
             seed = self._seeds.getrandbits(63)
@@ -231,8 +235,7 @@ class Generator(ClosedOnExit):
         request = StepRequest(ask, draws=ask.sampling and self._loop.random_numbers(seed))
         cancel = partial(self._scheduler.cancel, request)
         completion = request.owner = Completion(request, lambda: self._do(cancel))
-        with self._lock:
-            self._scheduler.submit(request, self._now_ms())
+        self._do(partial(self._scheduler.submit, request))
         self._news.set()
         return completion
 
@@ -244,6 +247,8 @@ class Generator(ClosedOnExit):
                 **scheduler.counts,
                 steps={i: count for i, count in enumerate(scheduler.steps) if count},
                 active=len(scheduler.requests),
+                **scheduler.places_now(),
+                cache_used=self._loop.cache_used(),
                 slowdown=scheduler.policy.slowdown,
                 up=self._thread.is_alive() and scheduler.closed is None and not scheduler.hangs(now_ms),
             )

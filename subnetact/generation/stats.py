@@ -20,6 +20,7 @@ class GeneratorStats:
     expired: int = stat("Counter", "requests that ended with `DeadlinePassed`.")
     cancelled: int = stat("Counter", "requests that their clients cancelled.")
     failed: int = stat("Counter", "requests whose step raised.")
+    shed: int = stat("Counter", "requests of priority below 0 that left a full queue for others.")
     tokens: int = stat("Counter", "generated tokens.")
     late: int = stat("Counter", "tokens that came after they were due.")
     lifted: int = stat(
@@ -32,5 +33,8 @@ class GeneratorStats:
     )
     steps: Mapping[int, int] = stat("", "id of a subnet -> how many steps it ran.", dict)
     active: int = stat("Gauge", "requests under way.")
+    running: int = stat("Gauge", "requests that have a place in steps.")
+    waiting: int = stat("Gauge", "requests that wait for a place.")
+    cache_used: float = stat("Gauge", "share of the key-value cache that is in use, from 0 to 1.", 0.0)
     slowdown: float = stat("Gauge", "how long steps take, as a multiple of the table's latency.", 1.0)
     up: bool = stat("Gauge", "whether steps are computed: the thread lives, and no step hangs.", False)

@@ -281,6 +281,11 @@ class StepLoop(ContinuousBatchingManager):
         room = bisect_right(range(1, int(cache.max_tokens_read) + 1), cache.num_sectors, key=needed)
         self.longest = min(room, decoder.longest)
 
+    def cache_used(self) -> float:
+        """Return which share of the cache is in use, from 0 to 1."""
+        processor: Any = self.batch_processor
+        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+
     def refresh(self) -> None:
         """Push all sequences out if the weights have changed: they are computed again from their tokens."""
         processor: Any = self.batch_processor

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
@@ -23,6 +24,7 @@ from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.worker_states import patience_ms
 
 LEAST_PATIENCE_MS = 1e4  # before a step is taken to hang
+ORDER = attrgetter("order")
 MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due
 
 
@@ -39,6 +41,7 @@ class TokenAsk:
     sampling: Mapping[str, Any] | None = None  # of transformers
     phases: Sequence[Phase] = (Phase(),)
     least: int = 0  # tokens, before a token of `stop` ends it
+    sheddable: bool = False  # it waits behind all others, and leaves a full queue for them
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +67,11 @@ class StepRequest:
     times_ms: list[float] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # never fewer than tokens, if asked for
     outcome: Generated | RequestError | None = None  # once it has ended
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """The first of those that wait gets the next place."""
+        return self.ask.sheddable, self.due_ms, self.number
 
     @property
     def length(self) -> int:
@@ -162,7 +170,7 @@ class StepScheduler:
         self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
         self.requests: dict[int, StepRequest] = {}  # those that have not ended
         self._active: dict[int, StepRequest] = {}  # those with a place, in the order in which they got it
-        self._waiting: list[tuple[float, int, StepRequest]] = []  # the others; the first is due first
+        self._waiting: list[StepRequest] = []  # the others, by their `order`
         self.step: Step | None = None
         self.closed: str | None = None  # why no request is accepted any more
         self.counts: Counter[str] = Counter()  # fields of `GeneratorStats`
@@ -170,8 +178,11 @@ class StepScheduler:
         self._numbers = count()
         self._limit_ms = math.inf  # when what runs is taken to hang
 
-    def submit(self, request: StepRequest, now_ms: float) -> None:
-        """Accept a request, or raise InvalidRequest, BatcherClosed, DeadlinePassed or QueueFull."""
+    def submit(self, request: StepRequest, now_ms: float) -> list[StepRequest]:
+        """Accept a request, or raise InvalidRequest, BatcherClosed, DeadlinePassed or QueueFull.
+
+        Return those that had to leave a full queue for it.
+        """
         accurate = rows_of(self._accuracy, request.ask.min_accuracy)
         names, phases = self.policy.table.subnets, request.ask.phases
         request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
@@ -180,13 +191,23 @@ class StepScheduler:
             raise BatcherClosed(f"the generator is closed{self.closed}")
         if self._drop:
             self._refuse_hopeless(request)
+        shed: list[StepRequest] = []
         if len(self.requests) >= self._max_queue:
-            raise QueueFull(f"{len(self.requests)} requests are under way; try again later")
+            full = QueueFull(f"{len(self.requests)} requests are under way; try again later")
+            shed = [one for one in self._waiting[-1:] if one.ask.sheddable and not request.ask.sheddable]
+            if not shed:
+                raise full
+            self._end(shed[0], full, "shed")
         request.number, request.accepted_ms = next(self._numbers), now_ms
         request.due_ms = request.ask.deadlines.due_ms(now_ms, 0)
         self.requests[request.number] = request
         self.counts["requests"] += 1
         self._wait(request)
+        return shed
+
+    def places_now(self) -> dict[str, int]:
+        """Return how many requests have a place, and how many wait for one."""
+        return {"running": len(self._active), "waiting": len(self._waiting)}
 
     def _refuse_hopeless(self, request: StepRequest) -> None:
         """Raise DeadlinePassed if a request has less time than the fastest subnets need for it alone."""
@@ -229,7 +250,7 @@ class StepScheduler:
         Their order: who decodes, whose prompts are computed, who waits.
         """
         ready = sorted(self._active.values(), key=lambda one: one.left > 0)
-        ready += [one for _, _, one in self._waiting[: self._places - len(self._active)]]
+        ready += self._waiting[: self._places - len(self._active)]
         if ready and not frozenset.intersection(*[one.among for one in ready]):
             first = min(ready, key=lambda one: (one.missed < MOST_MISSED, one.due_ms, -one.missed))
             ready.remove(first)
@@ -277,7 +298,8 @@ class StepScheduler:
         slack_ms = min(slack_ms, pace(now_ms, [0], due_ms))
         if self._waiting and len(self._active) >= self._places:
             left = [one.ask.answer - len(one.tokens) for one in self._active.values()]
-            slack_ms = min(slack_ms, pace(now_ms, left, [due for due, _, _ in self._waiting[: self._places]]))
+            due_ms = [one.due_ms for one in self._waiting[: self._places] if not one.ask.sheddable]
+            slack_ms = min(slack_ms, pace(now_ms, left, due_ms))
         return slack_ms
 
     def step_done(self, tokens: Sequence[int], now_ms: float) -> list[StepRequest]:
@@ -321,8 +343,7 @@ class StepScheduler:
 
     def tick(self, now_ms: float) -> list[StepRequest]:
         """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
-        overdue = [one for _, _, one in self._waiting[: bisect_left(self._waiting, (now_ms,))]]
-        overdue += [one for one in self._active.values() if one.due_ms < now_ms]
+        overdue = [one for one in (*self._waiting, *self._active.values()) if one.due_ms < now_ms]
         if not self.hangs(now_ms):
             running = [request for request, _ in self.step.parts] if self.step else []
             overdue = [one for one in overdue if self._drop and not one.tokens and one not in running]
@@ -352,7 +373,7 @@ class StepScheduler:
 
     def _wait(self, request: StepRequest) -> None:
         request.left, request.writer = request.length, None
-        insort(self._waiting, (request.due_ms, request.number, request))
+        insort(self._waiting, request, key=ORDER)
 
     def _finish(self, request: StepRequest, now_ms: float, finish: str, kind: str) -> bool:
         """End a request with the tokens that it has."""
@@ -369,4 +390,4 @@ class StepScheduler:
         return True
 
     def _leave_queue(self, request: StepRequest) -> None:
-        del self._waiting[bisect_left(self._waiting, (request.due_ms, request.number))]
+        del self._waiting[bisect_left(self._waiting, request.order, key=ORDER)]

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, refusal_of, reply
+from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, header_names, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.logs import request_id, trace_id
 from subnetact.serving.live.batcher import monotonic_ms
@@ -406,7 +406,8 @@ def taking(
 ) -> dict[str, Any]:
     """Describe what an address takes: schemas of bodies by content type, and models of headers and query."""
     content = {kind: {"schema": schema} for kind, schema in contents.items()}
-    places = [("header", f"x-{name.replace('_', '-')}", one) for name, one in properties(headers).items()]
+    fields = properties(headers)
+    places = [("header", header, fields[name]) for name, header in header_names(headers)]
     places += [("query", name, one) for name, one in properties(query).items()] if query else []
     parameters = [{"name": name, "in": place, "schema": schema} for place, name, schema in places]
     return {"requestBody": {"required": True, "content": content}, "parameters": parameters}

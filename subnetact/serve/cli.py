@@ -10,7 +10,7 @@ addresses, and /metrics returns Prometheus text.
 
 --text serves the language model of a bundle, or without one that of the package, at the addresses of
 OpenAI's interface: /v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers
-x-slo-ttft-ms (to the first token) and x-deadline-ms (to the last one).
+x-llm-d-slo-ttft-ms (to the first token), x-llm-d-slo-tpot-ms (to the next) and x-deadline-ms (to the last).
 
 GET /livez returns 200 while the process answers; /readyz and /healthz return 503 while no worker is up. After
 SIGTERM or SIGINT they return 503 for --grace-s seconds while the server keeps serving, so that load balancers

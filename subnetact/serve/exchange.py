@@ -22,6 +22,8 @@ CommonModel = TypeVar("CommonModel", bound="CommonTerms")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
+DROPPED = {"QueueFull": "rejected-saturated", "DeadlinePassed": "rejected-ttl-expired"}
+"""What the header `x-llm-d-request-dropped-reason` says of a request that was refused or expired."""
 JSON = "application/json"
 GONE = 499, "ClientGone", "the client closed its connection before the answer"
 _repeated = RateLimitedLog(logging.getLogger(__name__))
@@ -64,17 +66,17 @@ class CommonTerms(Strict):
     @classmethod
     def header_values(cls, headers: Mapping[str, str]) -> dict[str, str]:
         """Return the fields that are given as headers."""
-        return {name: headers[header] for name, header in _header_names(cls) if header in headers}
+        return {name: headers[header] for name, header in header_names(cls) if header in headers}
 
     def completed(self, kind: type[CommonModel], texts: Mapping[str, str], most_ms: float) -> CommonModel:
         """Return terms with what the body leaves out from texts; times beyond the limit are refused."""
         terms = self if isinstance(self, kind) else kind()
         if texts:
             terms, fields = _validated(kind.model_validate_strings, dict(texts)), vars(self)
-            names = [name for name, _ in _header_names(kind) if fields.get(name) is not None]
+            names = [name for name, _ in header_names(kind) if fields.get(name) is not None]
             vars(terms).update((name, fields[name]) for name in names)
         values = vars(terms)
-        for name in ("deadline_ms", "slo_ttft_ms"):
+        for name in ("deadline_ms", "slo_ttft_ms", "slo_tpot_ms"):
             if (values.get(name) or 0.0) > most_ms:
                 raise InvalidRequest(f"{name}: got {_shortened(values[name])}, the most is {most_ms:g} ms")
         return terms
@@ -89,8 +91,12 @@ class Terms(CommonTerms):
 
 
 @cache
-def _header_names(model: type[BaseModel]) -> list[tuple[str, str]]:
-    return [(name, f"x-{name.replace('_', '-')}") for name in model.model_fields]
+def header_names(model: type[BaseModel]) -> list[tuple[str, str]]:
+    """Return the fields that may be headers; of two names for one field, that of llm-d counts."""
+    names = [(name, name.replace("_", "-")) for name in model.model_fields]
+    return [(f, f"x-{name}") for f, name in names] + [
+        (f, f"x-llm-d-{name}") for f, name in names if name.startswith("slo-")
+    ]
 
 
 def read_json(text: Raw | memoryview) -> Any:
@@ -140,7 +146,10 @@ def refusal_of(error: BaseException) -> Refusal:
         _repeated.log(logging.WARNING, "a request failed: %s", error, error=error)
         if not isinstance(error, errors.OutputNotFinite):
             message = "the network failed on this request; the log of the server says why"
-    return Refusal(status, type(error).__name__, message, LATER if status in (429, 503) else None)
+    headers = dict(LATER) if status in (429, 503) else {}
+    if reason := DROPPED.get(type(error).__name__):
+        headers["x-llm-d-request-dropped-reason"] = reason
+    return Refusal(status, type(error).__name__, message, headers)
 
 
 def reply(

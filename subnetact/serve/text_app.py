@@ -37,12 +37,13 @@ class TextApp(BaseApp):
     """An application with the addresses of OpenAI's interface; `subnetact.serve.run` serves it.
 
     `POST /v1/completions` and `POST /v1/chat/completions` answer whole or as a stream of events. Their
-    deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
-    last one) and `x-min-accuracy`. The field `phases` says which subnets generate which part of the answer,
-    for example `[{"end": 151668, "subnets": 0}, {"subnets": [1, 2]}]`, with the fields of `Phase`; every
-    choice of the answer then says in `cache` whether it is `exact` or `approximate`. Chats go through the
-    chat template of the tokenizer if it has one. Otherwise every message becomes a line, `role: content`, and
-    the last line is `assistant:`.
+    deadlines are fields of the body or headers: `x-llm-d-slo-ttft-ms` (to the first token),
+    `x-llm-d-slo-tpot-ms` (from one to the next; both also without `llm-d-`), `x-deadline-ms` (to the last
+    one), `x-min-accuracy` and `x-priority`. The field `phases` says which subnets generate which part of the
+    answer, for example `[{"end": 151668, "subnets": 0}, {"subnets": [1, 2]}]`, with the fields of `Phase`;
+    every choice of the answer then says in `cache` whether it is `exact` or `approximate`. Chats go through
+    the chat template of the tokenizer if it has one. Otherwise every message becomes a line, `role: content`,
+    and the last line is `assistant:`.
 
     Args:
         generator: generates tokens; the application closes it at its end.
@@ -132,7 +133,8 @@ class TextApp(BaseApp):
         if body.model not in (None, service.name):
             raise Refusal(404, "model_not_found", f"model: this server has {service.name!r}")
         wishes = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        wishes |= {"min_accuracy": terms.min_accuracy, "stop": service.stop}
+        wishes |= {"min_accuracy": terms.min_accuracy, "stop": service.stop, "token_ms": terms.slo_tpot_ms}
+        wishes |= {"priority": terms.priority}
         wishes |= {"logprobs": body.likely(), "phases": body.planned()}
         wishes |= {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens}
         for name, field in (("deadline_ms", "deadline_ms"), ("first_ms", "slo_ttft_ms")):

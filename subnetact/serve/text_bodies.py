@@ -72,9 +72,13 @@ class _Part(Strict):
 
 
 class TextTerms(CommonTerms):
-    """What may be given as headers, too: `x-slo-ttft-ms` and so on."""
+    """What may be given as headers, too: `x-llm-d-slo-ttft-ms`, `x-priority` and so on."""
 
     slo_ttft_ms: float | None = Field(default=None, gt=0, description="time to the first token, in ms")
+    slo_tpot_ms: float | None = Field(default=None, gt=0, description="time from a token to the next, in ms")
+    priority: int | None = Field(
+        default=None, gt=-(2**31), lt=2**31, description="below 0: served after all others, and dropped first"
+    )
 
 
 class StreamOptions(_Part):

@@ -73,6 +73,10 @@ class Steps:
     def tear_down(self) -> None:
         """Free nothing."""
 
+    def cache_used(self) -> float:
+        """Return that nothing is cached."""
+        return 0.0
+
     def refresh(self) -> None:
         """Submit the requests whose time has come."""
         if self.generator is None:
@@ -305,6 +309,44 @@ def test_minimum_accuracies_are_those_of_subnets() -> None:
     assert found == [[0, 1, 2], [0, 1, 2], [1, 2], [1, 2], [2]]
     with pytest.raises(InvalidRequest, match="no subnet reaches 50"):
         scheduler.submit(asked(min_accuracy=50.5), 0.0)
+
+
+def test_requests_below_priority_0_wait_behind_others_and_leave_a_full_queue_for_them() -> None:
+    scheduler = made(places=1, max_queue=3)
+    running, low, lower = asked(), asked(first_ms=5.0, sheddable=True), asked(first_ms=6.0, sheddable=True)
+    for request in (running, low, lower):
+        assert scheduler.submit(request, 0.0) == []
+    step = begun(scheduler, 0.0)
+    assert step is not None
+    assert step.parts == [(running, 4)]
+    assert scheduler.places_now() == {"running": 1, "waiting": 2}
+    with pytest.raises(QueueFull):
+        scheduler.submit(asked(sheddable=True), 0.0)
+    urgent = asked(first_ms=50.0)
+    assert scheduler.submit(urgent, 0.0) == [lower]
+    assert isinstance(lower.outcome, QueueFull)
+    scheduler.step_done([0], 1.0)
+    scheduler.cancel(running, 1.0)
+    assert scheduler.candidates().candidates == [urgent]
+    assert scheduler.submit(asked(), 1.0) == []
+    assert scheduler.submit(asked(), 1.0) == [low]
+    with pytest.raises(QueueFull):  # nobody leaves for one that has no more right to the place
+        scheduler.submit(asked(), 1.0)
+    assert scheduler.counts["shed"] == 2
+
+
+def test_a_request_that_may_be_shed_makes_no_subnet_smaller_while_it_waits() -> None:
+    chosen = {}
+    for sheddable in (False, True):
+        scheduler = made(places=1)
+        scheduler.submit(asked(answer=9, first_ms=1e4), 0.0)
+        begun(scheduler, 0.0)
+        scheduler.submit(asked(first_ms=25.0, sheddable=sheddable), 0.0)
+        scheduler.step_done([0], 1.0)
+        step = begun(scheduler, 1.0)
+        assert step is not None
+        chosen[sheddable] = step.subnet
+    assert chosen[False] < chosen[True]
 
 
 def test_a_step_that_fails_ends_its_requests_only() -> None:

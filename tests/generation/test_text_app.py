@@ -389,10 +389,13 @@ def test_headers_set_deadlines_and_nonsense_in_them_is_refused(served: Served) -
     assert served.call(path, body, **{"x-deadline-ms": "60000", "x-min-accuracy": "45"})[0] == 200
     assert served.call(path, body, **{"x-deadline-ms": "soon"})[0] == 400
     assert served.call(path, body, **{"x-slo-ttft-ms": "nan"})[0] == 400
-    for name in ("x-slo-ttft-ms", "x-deadline-ms"):
+    for name in ("x-slo-ttft-ms", "x-deadline-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"):
         for nonsense in ("-3", "0", "inf", "1e308", "soon", "9" * 50):
             assert served.call(path, body, **{name: nonsense})[0] == 400
     assert served.call(path, body, **{"x-min-accuracy": "inf"})[0] == 400
+    assert served.call(path, body, **{"x-priority": "low"})[0] == 400
+    both = {"x-slo-ttft-ms": "0.001", "x-llm-d-slo-ttft-ms": "60000", "x-llm-d-slo-tpot-ms": "60000"}
+    assert served.call(path, body, **both, **{"x-priority": "-1"})[0] == 200
 
 
 NEUTRAL = {
