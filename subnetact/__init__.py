@@ -68,12 +68,12 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     profile         1243   280      1
     serving         4854  1903     34
     generation      1466   466     13
-    export          1052   395      7
+    export          1100   427      8
     simulate           9     5      2
     serve           1882   391      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32910  9278    228
+    all            32958  9310    229
 
 The README has a glossary of the words that are used here.
 """

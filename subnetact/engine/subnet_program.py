@@ -29,8 +29,8 @@ class SubnetProgram:
     x: Any
     smaller: tuple[Any, ...] = ()
 
-    def traced(self, axes: InputAxes) -> ExportedProgram:
-        """Return the program of `torch.export`, for all sizes that the axes may have."""
+    def traced(self, axes: InputAxes | None) -> ExportedProgram:
+        """Return the program of `torch.export`, for all sizes that the axes may have; None: for one."""
         x = self.x
         args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
         if not all(isinstance(part, Tensor) for part in (*args, *(kwargs or {}).values())):
@@ -38,8 +38,8 @@ class SubnetProgram:
                 "this format takes a tensor, or a flat tuple or dictionary of tensors; flatten the network's "
                 "inputs, or serve the Engine itself"
             )
-        dims = axes.dims()
-        shapes: Any = dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims)
+        dims = axes.dims() if axes else None
+        shapes: Any = dims and (dict(zip(kwargs, dims, strict=True)) if kwargs else tuple(dims))
         with quiet(), self.blamed("torch.export"), torch.no_grad():
             call_with(self.view, x)  # computes again what follows from weights that have changed in place
             return torch.export.export(self.view, args, kwargs, dynamic_shapes=shapes, strict=False)

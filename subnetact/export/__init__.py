@@ -7,6 +7,7 @@
 * `programs`: `to_exported_programs` writes one `torch.export` program per subnet over one file of weights;
   `exported_engine`: `load_exported` runs what these two write.
 * `onnx`: `to_onnx` writes one self-contained ONNX file per subnet.
+* `phones`: `to_executorch` writes one ExecuTorch program with a method per subnet.
 * `triton`: `to_triton` writes a model for NVIDIA Triton Inference Server; `triton_model` is its `model.py`.
 * `subnet_program`: what they share; it traces one subnet, compares, and writes the index of a folder.
   `input_axes` says which sizes inputs may have.
@@ -14,6 +15,7 @@
 
 from subnetact.export.exported_engine import ExportedEngine, load_exported
 from subnetact.export.onnx import to_onnx
+from subnetact.export.phones import to_executorch
 from subnetact.export.programs import to_exported_programs
 from subnetact.export.pt2 import to_pt2
 from subnetact.export.torchscript import to_torchscript
@@ -22,6 +24,7 @@ from subnetact.export.triton import to_triton
 __all__ = [
     "ExportedEngine",
     "load_exported",
+    "to_executorch",
     "to_exported_programs",
     "to_onnx",
     "to_pt2",
