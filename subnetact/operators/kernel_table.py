@@ -193,4 +193,4 @@ def _padded(matrix: Tensor, columns: int, rows: int) -> Tensor:
 
 def is_traced() -> bool:
     """Tell whether a graph is being recorded, so that the code must not depend on sizes."""
-    return bool(torch._C._is_tracing() or torch.compiler.is_compiling())
+    return bool(torch.compiler.is_compiling() or torch._C._is_tracing())  # Dynamo knows the first

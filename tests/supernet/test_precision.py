@@ -343,6 +343,14 @@ def test_check_refuses_a_network_that_int8_ruins() -> None:
     assert supernet.precision_errors(space.smallest(), x)["stages.0.0.conv1"] > 0.5
 
 
+def test_a_view_at_int8_is_one_graph_for_torch_compile(digits: Supernet) -> None:
+    space, x = digits.space, torch.randn(2, 1, 16, 16)
+    view = digits.subnet(space.at_precision(space.largest(), "int8"))
+    with torch.no_grad():
+        compiled = torch.compile(view, fullgraph=True, dynamic=False, backend="eager")
+        torch.testing.assert_close(compiled(x), view(x))
+
+
 def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
     low = digits.space.at_precision(digits.space.largest(), "int8")
     errors = digits.precision_errors(low, torch.randn(2, 1, 16, 16))
