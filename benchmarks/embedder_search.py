@@ -216,7 +216,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         task="vectors",
         subnets=list(specs.values()),
         trained=[specs["half"]],
-        random_subnets=args.random,
+        random_subnets=1,
         output=vectors,
         divergence=apart,
         learning_rate=args.rate,
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="open the bundle, and measure")
     parser.add_argument("--report", action="store_true", help="write the page")
     parser.add_argument("--rate", type=float, default=4e-4)
-    parser.add_argument("--random", type=int, default=0, help="further subnets that are trained in a step")
+
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--folder", type=Path, default=Path("embedder"), help="the bundle")
     parser.add_argument("--state", type=Path, default=Path("embedder.safetensors"), help="unfinished work")

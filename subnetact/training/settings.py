@@ -131,6 +131,8 @@ class Distillation:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise TrainingError(f"{name}: {value!r} is no whole number of at least {least}")
+        if self.trained is not None and not self.random_subnets:
+            raise TrainingError("random_subnets: 0 of trained= would be trained; give at least 1")
         if self.task not in TASKS:
             raise TrainingError(f"task: {self.task!r} is unknown; choose from {', '.join(TASKS)}")
         if self.autocast not in (None, torch.bfloat16, torch.float16):

@@ -383,6 +383,7 @@ WORKERS: Any = DataLoader(labelled(2, 1), batch_size=None, num_workers=1, persis
         (lambda s: {"clip": float("nan")}, "clip"),
         (lambda s: {"trained": []}, "at least one; got none"),
         (lambda s: {"trained": ["width=0.5"]}, "SubnetSpec"),
+        (lambda s: {"trained": [s.space.smallest()], "random_subnets": 0}, "give at least 1"),
         (lambda s: {"divergence": "alpha"}, "divergence: 'alpha' is no function"),
         (lambda s: {"labels": False, "distillation": 0.5}, "needs labels"),
         (lambda s: {"optimizer": torch.optim.SGD(Net().parameters(), 0.1)}, "no parameter of the supernet"),
