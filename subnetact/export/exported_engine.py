@@ -245,10 +245,9 @@ def _session(path: Path) -> Program:
     inputs, names = ([part.name for part in parts] for parts in (session.get_inputs(), session.get_outputs()))
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
-        arrays = {
-            name: part.numpy() for name, part in (dict(zip(inputs, args, strict=False)) | kwargs).items()
-        }
-        outputs = map(torch.from_numpy, session.run(None, arrays))
+        given = dict(zip(inputs, args, strict=False)) | kwargs
+        arrays = session.run(None, {name: part.numpy() for name, part in given.items()})
+        outputs = map(torch.from_numpy, arrays)
         if names[0] == "output":
             return next(outputs)
         return tuple(outputs) if names[0] == "output_0" else dict(zip(names, outputs, strict=True))
