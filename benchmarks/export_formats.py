@@ -33,7 +33,6 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +45,7 @@ import subnetact
 from ofa_adapters import families, load
 from subnetact.device import machine
 from subnetact.digits import load_digits_supernet
-from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
+from subnetact.export import to_onnx, to_torchscript
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from small_families import small_inputs, small_supernet
@@ -97,38 +96,28 @@ def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dy
     return worst
 
 
-def fresh(kind: str, folder: Path) -> dict[str, float]:
+def fresh(folder: Path) -> dict[str, float]:
     """Load and run an exported folder in a separate process, and return its figures."""
-    command = [sys.executable, __file__, "--load", kind, str(folder)]
+    command = [sys.executable, __file__, "--load", str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def measurement(
-    engine: subnetact.Engine, folder: Path, worst: float, kind: str, pattern: str
-) -> dict[str, Any]:
+def measurement(engine: subnetact.Engine, folder: Path, worst: float, pattern: str) -> dict[str, Any]:
     files = len(list(folder.glob(pattern)))
     return {
         "subnets": len(engine),
         "bit_equal": worst == 0.0,
         "largest_relative_difference": worst,
         "program_files": files,
-        "weights_stored": "once" if kind == "programs" else "per subnet",
+        "weights_stored": "per subnet",
         "dynamic_subnet": False,
         "dynamic_batch": True,
         "bytes": folder_bytes(folder),
         "bytes_of_weights": weight_bytes(engine),
-        **fresh(kind, folder),
+        **fresh(folder),
     }
-
-
-def programs(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
-    to_exported_programs(engine, folder)
-    loaded = load_exported(folder, trusted=True)
-    return measurement(
-        engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2"
-    )
 
 
 def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
@@ -140,11 +129,10 @@ def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
         for i in range(len(engine))
     ]
     worst = agreement(engine, lambda i, x: torch.from_numpy(sessions[i].run(None, {"input": x.numpy()})[0]))
-    return measurement(engine, folder, worst, "onnx", "*.onnx")
+    return measurement(engine, folder, worst, "*.onnx")
 
 
 FORMATS: dict[str, Callable[[subnetact.Engine, Path], dict[str, Any]]] = {
-    "torch.export": programs,
     "ONNX": onnx,
 }
 """For each format, a function that exports an engine into a new folder and measures the export."""
@@ -157,35 +145,24 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
+def load_and_measure(folder: Path) -> dict[str, float]:
     """Run in the fresh process: return the load time in ms and the growth of resident memory in MiB."""
     torch.set_num_threads(1)
     facts = json.loads((folder / "export.json").read_text())
     dtype, shape = facts["sample"]
     x = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
-    if kind == "onnx":
-        import onnxruntime
+    import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-    else:
-        for module in ("torch._inductor.codecache", "torch._inductor.package"):
-            import_module(module)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     torch.conv2d(torch.zeros(1, 8, 64, 64), torch.zeros(8, 8, 3, 3))
     before = resident_bytes()
     start = time.perf_counter()
-    calls: list[Callable[[], Any]]
-    if kind == "onnx":
-        runs = [
-            onnxruntime.InferenceSession(
-                folder / f"subnet-{i}.onnx", options, providers=["CPUExecutionProvider"]
-            )
-            for i in range(len(facts["subnets"]))
-        ]
-        calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
-    else:
-        loaded = load_exported(folder, trusted=True)
-        calls = [partial(loaded, x, subnet=i) for i in loaded.ids]
+    runs = [
+        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", options, providers=["CPUExecutionProvider"])
+        for i in range(len(facts["subnets"]))
+    ]
+    calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
     load_ms = (time.perf_counter() - start) * 1e3
     after = resident_bytes()
     for call in calls:
@@ -274,10 +251,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--routes", action="store_true")
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--load", nargs=2, metavar=("KIND", "FOLDER"))
+    parser.add_argument("--load", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     if args.load:
-        print(json.dumps(load_and_measure(args.load[0], Path(args.load[1]))))
+        print(json.dumps(load_and_measure(args.load)))
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)

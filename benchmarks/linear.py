@@ -73,7 +73,7 @@ def product(inputs: int, outputs: int, rows: int) -> dict[str, Callable[[], Any]
     mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, 256)
     onednn = torch.ops.mkldnn._reorder_linear_weight(weight, 512)
     shape: Tensor = torch.empty(1).expand(outputs, inputs)
-    chosen = PackedLinear([layer])
+    chosen = PackedLinear(layer)
     return {
         "plain": lambda: F.linear(x, weight, bias),
         "mkl": lambda: torch.ops.mkl._mkl_linear(x, mkl, shape, bias, rows),

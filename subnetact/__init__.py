@@ -34,7 +34,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
       sweep.py                             how a latency is measured
     serving/                             scheduling, policies, Batcher, simulate, pipelines (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
-    export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
+    export/                              TorchScript, AOTInductor, ONNX, Triton
     simulate                             python -m subnetact.simulate: compares policies on a trace
     serve/                               python -m subnetact.serve: a bundle over HTTP
     cluster/                             build_app: replicas of the service on Ray Serve
@@ -52,28 +52,28 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2398   799     18
-    supernet        2986   868      5
-    insertion       4373   921     12
-    ofa_adapters    2588   506      7
+    operators       2394   798     18
+    supernet        2879   841      5
+    insertion       4249   910     12
+    ofa_adapters    2588   507      7
     digits           136    18      7
     calibration      877   176      1
     latency          526   280      5
-    training        1280   326      5
+    training        1282   326      5
     elastic          886   203      1
-    engine          2627   704      5
+    engine          2564   687      5
     workers          560    96      0
     costs            308    66      4
     nas              963   377      8
     profile         1243   280      1
     serving         4854  1903     34
     generation      1466   466     13
-    export          1100   427      8
+    export          1025   390      7
     simulate           9     5      2
     serve           1882   391      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32958  9310    229
+    all            32587  9218    228
 
 The README has a glossary of the words that are used here.
 """

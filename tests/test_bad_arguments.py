@@ -26,7 +26,6 @@ from subnetact.errors import (
 )
 from subnetact.export import (
     load_exported,
-    to_exported_programs,
     to_onnx,
     to_torchscript,
     to_triton,
@@ -56,7 +55,7 @@ def test_a_plain_network_is_no_supernet(tmp_path: Path) -> None:
 
 def test_a_supernet_is_no_engine(digits: Supernet, tmp_path: Path) -> None:
     given: Any = digits
-    for export in (to_exported_programs, to_onnx, to_torchscript, to_triton):
+    for export in (to_onnx, to_torchscript, to_triton):
         with pytest.raises(ExportError, match=r"expected an Engine, got Supernet; make one, Engine\("):
             export(given, tmp_path / "x")
     with pytest.raises(TableError, match="expected an Engine, got Supernet"):
@@ -72,7 +71,7 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
     for call in (
         lambda: subnetact.Engine(digits, spec),
         lambda: to_torchscript(engine, tmp_path / "m.pt", subnets=spec),
-        lambda: to_exported_programs(engine, tmp_path / "p", subnets=spec),
+        lambda: to_onnx(engine, tmp_path / "p", subnets=spec),
     ):
         with pytest.raises(SpecError, match=r"takes a list .*, got SubnetSpec; write \[spec\]"):
             call()

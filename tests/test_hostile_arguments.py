@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from subnetact.errors import (
     InvalidRequest,
     PolicyError,
     SpecError,
-    StaleWeights,
     TableError,
 )
 from subnetact.latency.table import LatencyTable
@@ -164,17 +162,13 @@ def test_copies_keep_the_statistics_that_the_network_came_with() -> None:
     assert supernet.has_original_statistics()
 
 
-def test_verify_finds_changed_attributes() -> None:
+def test_changed_attributes_are_followed_after_refresh() -> None:
     supernet = supernet_of()
     x, smallest = torch.randn(2, 3, 8, 8), supernet.space.smallest()
     y = supernet(x, subnet=smallest)
-    assert supernet.verify() == ()
     supernet.network.scale = 2.0
-    with pytest.raises(StaleWeights, match="attribute scale"):
-        supernet.verify()
-    assert supernet.verify(refresh=True)
+    supernet.refresh()
     assert torch.allclose(supernet(x, subnet=smallest), 2 * y, atol=5e-5)
-    assert supernet.verify() == ()
 
 
 # -- training, sorting, calibration ------------------------------------------------------------------
@@ -307,19 +301,3 @@ def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
     assert batch.subnet == 1
-
-
-def test_verify_while_another_thread_loads_weights_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    supernet = supernet_of()
-    engine = engine_of(supernet)
-    compare = supernet.generation.outdated
-    state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
-
-    def after_loading(views: Any) -> list[str]:
-        loading = threading.Thread(target=supernet.load_state_dict, args=(state,))
-        loading.start()
-        loading.join()
-        return compare(views)
-
-    monkeypatch.setattr(supernet.generation, "outdated", after_loading)
-    assert engine.verify() == ()

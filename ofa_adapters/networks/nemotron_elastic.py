@@ -30,8 +30,9 @@ whose budget is called "full". `space.parse` takes such a name, or sizes.
 All budgets are views of one copy. The heads of a Mamba mixer are several runs of rows, by each of which its
 layers multiply where it is (`Supernet.packs`); only biases, norms and the kernels of convolutions are copied.
 To think with one budget and answer with another, let views generate: budgets with other Mamba heads have
-states of other sizes, so `switch(supernet, cache, spec, recompute=tokens)` of `subnetact.insertion` computes
-them again, and budgets that differ in experts only may go on with `allow_approximate=True`.
+states of other sizes, so they run the tokens again, `view(tokens, use_cache=True)`, and budgets that differ
+in experts only may go on with `switch(supernet, cache, spec, allow_approximate=True)` of
+`subnetact.insertion`.
 
 MatMamba keeps a prefix of heads, with z, x and dt sliced and B and C whole, in one group, and its residual
 width stays: budgets of `mamba_num_heads` alone with `n_groups=1` are its slices. Its language models

@@ -39,7 +39,6 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
-from subnetact.supernet.untraced_changes import stale_weights
 
 
 class Engine:
@@ -671,35 +670,6 @@ class Engine:
             compiled=len(self._plan.compiled),
             unfused={i: reason for i in ids if (reason := self._plan.reason(i))},
         )
-
-    def verify(self, refresh: bool = False) -> tuple[str, ...]:
-        """Find fused programs, slices and packed copies that no longer match the weights they were made of.
-
-        The engine notices most changes by itself. Changes through `parameter.data`, `parameter.set_` or
-        NumPy, or of tensors that were made in inference mode, leave no trace; call this method after them, or
-        from time to time. All weights are read once per fused program.
-
-        Args:
-            refresh: whether to make everything that is stale again, instead of raising an error.
-
-        Returns:
-            What was found, one line each. It is empty if all is well.
-
-        Raises:
-            StaleWeights: something was found, and `refresh` is False.
-        """
-        found = list(self.supernet.verify(refresh=True)) if refresh else []
-        current = [s.bound for _, s in sorted(self._served.items()) if s.bound and s.bound.current]
-        # Whether a view is current is asked again under the lock: other threads may load weights meanwhile.
-        found += self.supernet.generation.outdated((str(b.spec), b.view) for b in current if b.current)
-        stale = self._plan.stale()
-        found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
-        if found and not refresh:
-            raise stale_weights(found, "engine")
-        if found:
-            self._plan.make_again(stale)
-            self.supernet.refresh()
-        return tuple(found)
 
     # -- bundles ---------------------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
 """FusedProgram: one subnet with packed weights, and with operations merged into its layers.
 
 BatchNorms, activations and additions are merged into convolutions (`packed_conv.py`). The weights of linear
-layers are packed, those of queries, keys and values together, and the operations after them overwrite their
-outputs (`packed_linear.py`). `fusion_plan.py` decides which subnets become fused programs.
+layers are packed (`packed_linear.py`), and the operations after them overwrite their outputs.
+`fusion_plan.py` decides which subnets become fused programs.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -160,31 +159,14 @@ class FusedProgram:
         return other if isinstance(other, fx.Node) and other is not to and other.op != "get_attr" else None
 
     def _pack_linears(self, graph: fx.Graph) -> None:
-        """Pack the linear layers of a graph. Layers that read the same value become one product."""
-        values = self.values
-        by_input: dict[fx.Node, list[fx.Node]] = {}
-        calls = [n for n in graph.nodes if n.op == "call_module" and len(n.args) == 1 and not n.kwargs]
-        calls = [node for node in calls if can_pack_linear(values[node.target])]
-        times = Counter(node.target for node in calls)
-        for node in calls:
-            alone = times[node.target] > 1 or elementwise(_only_user(node), self.values) is not None
-            by_input.setdefault(node if alone else node.args[0], []).append(node)
-        for nodes in by_input.values():
-            layers, path = [values[str(node.target)] for node in nodes], str(nodes[0].target)
-            if len(nodes) == 1:
-                if not isinstance(layers[0], PackedLinear):  # It may be called several times.
-                    values[path] = PackedLinear(layers)
-                self._overwrite_output(graph, nodes[0])
-                continue
-            name, product = f"subnetact_packed_{nodes[0].name}", PackedLinear(layers)
-            values[name], self.paths[name] = product, path
-            with graph.inserting_before(nodes[0]):
-                whole = graph.call_module(name, nodes[0].args)
-                parts = graph.call_method("split", (whole, product.sizes, -1))
-                made = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
-            for node, part in zip(nodes, made, strict=True):
-                node.replace_all_uses_with(part)
-                graph.erase_node(node)
+        """Pack the linear layers of a graph, whose outputs the operations after them overwrite."""
+        for node in list(graph.nodes):
+            if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
+                path, layer = str(node.target), self.values[str(node.target)]
+                if can_pack_linear(layer):
+                    layer = self.values[path] = PackedLinear(layer)
+                if isinstance(layer, PackedLinear):  # It may be called several times.
+                    self._overwrite_output(graph, node)
 
     def _overwrite_output(self, graph: fx.Graph, node: fx.Node) -> None:
         """Let the elementwise operations that alone read a fresh output write their results over it."""

@@ -28,7 +28,7 @@ program is made, the view answers, and the next call makes the program, whether 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,6 @@ from subnetact.operators.outside_modes import outside_modes
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import SHOW_AFTER_S
-from subnetact.supernet.storage import tensor_checksums
 from subnetact.supernet.supernet import Supernet
 
 FUSABLE_PRECISIONS = (FLOAT32, "int8")
@@ -105,7 +104,6 @@ class PlannedProgram:
     program: Program
     bound: Bound
     moment: Any
-    sums: Sequence[int]
     holder: object
 
     def is_of(self, bound: Bound) -> bool:
@@ -257,19 +255,6 @@ class Plan:
                 known.pop(subnet, None)
             self._unpacked.discard(subnet)
 
-    def stale(self) -> list[int]:
-        """Return the ids whose programs do not match the weights although they look fresh."""
-        kept = [(i, made) for i, made in list(self._programs.items()) if made is not None]
-        kept = [(i, made) for i, made in kept if made.bound.current and made.is_of(made.bound)]
-        return [i for i, made in kept if tensor_checksums(made.bound.reads) != made.sums]
-
-    def make_again(self, ids: Iterable[int]) -> None:
-        """Let the next calls of planned subnets make their programs again."""
-        with self._making:
-            for i in self._programs.keys() & set(ids):
-                self._release(i)
-                self._programs[i] = None
-
     def _decide(self, subnet: ReadySubnet, left: int, behind: Sequence[int]) -> int:
         """Plan a subnet if it fits in what is `left`, and return its bytes; those `behind` make room."""
         made: PlannedProgram | _Reason | None
@@ -346,7 +331,7 @@ class Plan:
 
     def _made(self, subnet: ReadySubnet, bound: Bound) -> PlannedProgram | _Reason | None:
         """Make a program, or say why there is none; None if the weights changed while it was made."""
-        moment, sums, why = bound.moment(), tensor_checksums(bound.reads), ""
+        moment, why = bound.moment(), ""
         try:
             program = self._checked(subnet, bound)
         except StaleWeights:
@@ -365,12 +350,12 @@ class Plan:
             return _Reason(why, moment)
         holder = object()
         if subnet.id in self._unpacked:
-            return PlannedProgram(program, bound, moment, sums, holder)
+            return PlannedProgram(program, bound, moment, holder)
         self._sizes[subnet.id] = program.nbytes
         if not self.budget.take(holder, program.nbytes):
             return self._no_room()
         program.limit(partial(self.budget.take, holder, grow=True))
-        return PlannedProgram(program, bound, moment, sums, holder)
+        return PlannedProgram(program, bound, moment, holder)
 
     def _checked(self, subnet: ReadySubnet, bound: Bound) -> Program:
         """Make a program whose outputs for two inputs are those of the view."""

@@ -11,7 +11,7 @@ Which library is faster depends on the maker of the processor (`benchmarks/resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -75,35 +75,29 @@ def can_pack_linear(module: Any) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """One product for linear layers that have the same input; their outputs follow one another."""
+    """A linear layer with its weight packed."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        weights = [layer.weight.detach() for layer in layers]
-        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.sizes = [len(weight) for weight in weights]
-        self.outputs, self.inputs = whole.shape
-        self.plain = whole if len(weights) == 1 else None
+        self.plain = layer.weight.detach()
+        self.outputs, self.inputs = self.plain.shape
+        bias = layer._parameters["bias"]
+        self.bias = None if bias is None else bias.detach()
         self.mkl: Tensor | None = None
         if is_intel() or not ONEDNN:
-            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, whole, MKL_ROWS)
+            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, self.plain, MKL_ROWS)
         self.onednn: Tensor | None = None
-        if ONEDNN and (self.mkl is None or min(whole.shape) <= LARGEST_ONEDNN_WIDTH):
-            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, whole, ONEDNN_ROWS)
+        if ONEDNN and (self.mkl is None or min(self.plain.shape) <= LARGEST_ONEDNN_WIDTH):
+            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, self.plain, ONEDNN_ROWS)
         self.from_rows = ONEDNN_ROWS  # From how many rows oneDNN computes the product.
         if self.mkl is None:
-            self.from_rows = 1 if len(weights) > 1 else -(-SMALLEST_ONEDNN_PRODUCT // whole.numel())
-        # MKL needs only the shape of the plain weight.
-        self.shape = torch.empty(1).expand(whole.shape)
-        given: list[Tensor | None] = [layer.bias for layer in layers]
-        pairs = zip(given, self.sizes, strict=True)
-        biases = [torch.zeros(size) if bias is None else bias.detach() for bias, size in pairs]
-        self.bias = torch.cat(biases) if any(bias is not None for bias in given) else None
+            self.from_rows = -(-SMALLEST_ONEDNN_PRODUCT // self.plain.numel())
+        self.shape = torch.empty(1).expand(self.plain.shape)  # MKL needs only the shape of the plain weight.
 
     @property
     def nbytes(self) -> int:
         """Bytes that the packed weights take in memory."""
-        held = 0 if self.mkl is None else 4 * self.shape.numel() + PAGE_BYTES
+        held = 0 if self.mkl is None else self.plain.nbytes + PAGE_BYTES
         return held + (0 if self.onednn is None else int(torch.ops.mkldnn._nbytes(self.onednn)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +111,7 @@ class PackedLinear(nn.Module):
         elif self.mkl is not None:
             y = torch.ops.mkl._mkl_linear(x, self.mkl, self.shape, self.bias, rows)
         else:
-            y = F.linear(x, self.plain, self.bias)  # type: ignore[arg-type]
+            y = F.linear(x, self.plain, self.bias)
         return y
 
 
@@ -134,7 +128,7 @@ def pack_linears_(view: nn.Module) -> list[PackedLinear]:
         if inside and path.startswith(inside):
             continue
         if can_pack_linear(module):
-            products.append(PackedLinear([module]))
+            products.append(PackedLinear(module))
             object.__setattr__(module, "forward", products[-1].forward)
         elif path and is_layer(module):  # Such as `nn.MultiheadAttention`, which reads the weights itself.
             inside = f"{path}."

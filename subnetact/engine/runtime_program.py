@@ -1,14 +1,14 @@
 """RuntimeProgram: one subnet in OpenVINO or ONNX Runtime, which pack and merge layers by themselves.
 
-The subnet reaches them as an ONNX model of its own weights, which is kept in a file. They are faster if they
-know all sizes, and then have a copy of the weights for each shape of a batch; where the memory budget has no
-room for another copy, one of them runs all shapes.
+The subnet reaches them as an ONNX model of its own weights, which is kept in a file. OpenVINO is faster if it
+knows all sizes, and then has a copy of the weights for each shape of a batch; where the memory budget has no
+room for another copy, one of them runs all shapes. ONNX Runtime is not (`benchmarks/results/trials.json`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,18 +37,16 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of every input of a batch; none if a session is to run all shapes."""
 
 
-def _onnxruntime(path: str, threads: int, shapes: Shapes, sizes: Mapping[str, int]) -> Session:
+def _onnxruntime(path: str, threads: int, _: Shapes) -> Session:
     runtime: Any = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    for name, size in sizes.items() if shapes else ():
-        options.add_free_dimension_override_by_name(name, size)
     session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     return lambda arrays: session.run(None, dict(zip(names, arrays, strict=True)))
 
 
-def _openvino(path: str, threads: int, shapes: Shapes, _: Mapping[str, int]) -> Session:
+def _openvino(path: str, threads: int, shapes: Shapes) -> Session:
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": 1}
     core: Any = import_module("openvino").Core()
     model = core.read_model(path)
@@ -66,7 +64,7 @@ def _openvino(path: str, threads: int, shapes: Shapes, _: Mapping[str, int]) -> 
     return run
 
 
-RUNTIMES: dict[str, Callable[[str, int, Shapes, Mapping[str, int]], Session]] = {
+RUNTIMES: dict[str, Callable[[str, int, Shapes], Session]] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
 }
@@ -150,18 +148,14 @@ class RuntimeProgram:
                 self._threads, self._sessions = threads, {}
             if known := self._sessions.get(shapes) or self._sessions.get(()):
                 return known
-            if len(self._sessions) == self._copies:
+            if self._open is _onnxruntime:
+                shapes = ()
+            elif len(self._sessions) == self._copies:
                 if self._reserve(self._weights):
                     self._copies += 1
                 else:
                     shapes, self._sessions = (), {}
-            sizes = {
-                text.partition(":")[0]: size
-                for shape, axes in zip(shapes, self._limits, strict=False)
-                for size, (text, least, most) in zip(shape, axes, strict=True)
-                if least < most
-            }
-            run = self._open(str(self._path), threads, shapes, sizes)
+            run = self._open(str(self._path), threads, shapes)
             self._sessions = {**self._sessions, shapes: run}
             return run
 

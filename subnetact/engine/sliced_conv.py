@@ -20,8 +20,6 @@ FEW_PIXELS = 64
 """Below so many output pixels of a batch, a product with the slice is faster than a copy of it."""
 INPUTS_PER_PIXEL = 8
 """So many input channels of a 1x1 convolution need one output pixel more for a copy to pay."""
-MANY_PIXELS = 4096
-"""From so many pixels on, a 1x1 convolution is faster as a convolution than as a product."""
 PIXELS_PER_INPUT = 4
 """Below so many pixels per input channel, oneDNN packs a kernel faster for images in the plain format."""
 
@@ -43,7 +41,7 @@ class SlicedConv(PackedConv):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Run the convolution, as `PackedConv` does."""
         way, size = self._ways.get(x.shape) or self._way(x.shape)
-        weight, scales, name = self._weight, self._scales, self._merged[0]
+        weight, scales = self._weight, self._scales
         padding, stride, dilation, _ = self._settings
         if way.startswith("slice"):
             if way == "slice, columns":
@@ -58,12 +56,7 @@ class SlicedConv(PackedConv):
         if way == "copy, plain":
             y = F.conv2d(x.contiguous(), folded, self._bias, stride, padding, dilation)
             return self._finished(y.contiguous(memory_format=torch.channels_last), other)
-        if way == "copy" or other is not None:
-            return self._convolved(x, folded, other)
-        rows = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]]
-        product = torch.ops.mkldnn._linear_pointwise
-        y = product(rows, folded.flatten(1).contiguous(), self._bias, name, [], "").permute(0, 3, 1, 2)
-        return y if self._activate is None or name != "none" else self._activate(y)
+        return self._convolved(x, folded, other)
 
     def _way(self, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
         """Return how to compute inputs of a shape, and the shape (N, H', W', out) of the result."""
@@ -73,13 +66,10 @@ class SlicedConv(PackedConv):
             for i in range(2)
         )
         pixels, pointwise = shape[0] * height * width, kernel == [1, 1] and padding == [0, 0]
-        if groups > 1:
-            way = "copy"
-        elif pointwise and pixels < max(FEW_PIXELS, inputs // INPUTS_PER_PIXEL):
+        if pointwise and groups == 1 and pixels < max(FEW_PIXELS, inputs // INPUTS_PER_PIXEL):
             way = "slice, pixels"
-        elif pointwise:
-            small = pixels < MANY_PIXELS and self._merged[0] in ("none", "relu")
-            way = "copy, product" if small else "copy"
+        elif pointwise or groups > 1:
+            way = "copy"
         elif pixels < FEW_PIXELS:
             way = "slice, columns"
         else:

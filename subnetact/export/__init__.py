@@ -4,9 +4,8 @@
   `elastic_graph` records the network with the subnet as an argument; `scripted_subnets` is the file's module.
 * `pt2`: `to_pt2` writes one file with compiled programs of all subnets over one copy of the weights, for C++
   and Python.
-* `programs`: `to_exported_programs` writes one `torch.export` program per subnet over one file of weights;
-  `exported_engine`: `load_exported` runs what these two write.
 * `onnx`: `to_onnx` writes one self-contained ONNX file per subnet.
+* `exported_engine`: `load_exported` runs what these two write.
 * `phones`: `to_executorch` writes one ExecuTorch program with a method per subnet.
 * `triton`: `to_triton` writes a model for NVIDIA Triton Inference Server; `triton_model` is its `model.py`.
 * `subnet_program`: what they share; it traces one subnet, compares, and writes the index of a folder.
@@ -16,7 +15,6 @@
 from subnetact.export.exported_engine import ExportedEngine, load_exported
 from subnetact.export.onnx import to_onnx
 from subnetact.export.phones import to_executorch
-from subnetact.export.programs import to_exported_programs
 from subnetact.export.pt2 import to_pt2
 from subnetact.export.torchscript import to_torchscript
 from subnetact.export.triton import to_triton
@@ -25,7 +23,6 @@ __all__ = [
     "ExportedEngine",
     "load_exported",
     "to_executorch",
-    "to_exported_programs",
     "to_onnx",
     "to_pt2",
     "to_torchscript",

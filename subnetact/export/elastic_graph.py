@@ -85,7 +85,7 @@ class _Recording:
             where = ".".join(filter(None, (self.path, culprit(bound, error)))) or "the network"
             raise ExportError(
                 f"{where}: its forward cannot be traced ({error}); use "
-                "subnetact.export.to_exported_programs, or put what depends on values into a function that "
+                "subnetact.export.to_onnx or to_pt2, or put what depends on values into a function that "
                 "opens as torch.nn.functional's do, with has_torch_function and handle_torch_function"
             ) from error
         if gate is not None:
@@ -179,5 +179,5 @@ def _scripted(module: nn.Module, path: str) -> torch.jit.ScriptModule:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ExportError(
             f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); "
-            "rewrite it with what TorchScript knows, or use subnetact.export.to_exported_programs"
+            "rewrite it with what TorchScript knows, or use subnetact.export.to_onnx or to_pt2"
         ) from error

@@ -1,4 +1,4 @@
-"""`ExportedEngine`: runs what `to_pt2`, `to_exported_programs` and `to_onnx` wrote, like an `Engine`."""
+"""`ExportedEngine`: runs what `to_pt2` and `to_onnx` wrote, like an `Engine`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.device import find_device
@@ -28,7 +28,6 @@ from subnetact.errors import (
     PrecisionError,
     SpecError,
 )
-from subnetact.export.programs import PROGRAM_WEIGHTS
 from subnetact.export.pt2 import FACTS, PT2, archive_tools, capability
 from subnetact.export.subnet_program import export_format, subnet_name
 from subnetact.files.atomic import require_regular
@@ -56,8 +55,7 @@ class ExportedEngine:
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
         space: the identity of the supernet's space.
-        program: the kind of program that runs, as in the stamps of latency tables: `aotinductor` from a .pt2,
-            `torch.export` or `onnx`.
+        program: the kind of program that runs, as in the stamps of latency tables: `aotinductor` or `onnx`.
         samples: one input without batch axis per shape of the engine's examples, the largest last; only their
             shapes and dtypes matter.
         sample: the largest of them.
@@ -155,11 +153,10 @@ def load_exported(
     trusted: bool = False,
     progress: bool = True,
 ) -> ExportedEngine:
-    """Read what `to_pt2`, `to_exported_programs` or `to_onnx` wrote.
+    """Read what `to_pt2` or `to_onnx` wrote.
 
-    Loading runs code from the files with all rights of this process. A .pt2 contains native code, and
-    `torch.export.load` evaluates strings and unpickles records of a graph. Load only what you or somebody you
-    trust made. ONNX files run in onnxruntime, on the CPU, with as many threads as torch has now.
+    A .pt2 contains native code, which loading runs with all rights of this process. Load only what you or
+    somebody you trust made. ONNX files run in onnxruntime, on the CPU, with as many threads as torch has now.
 
     Args:
         path: the .pt2, or the directory of the export.
@@ -174,16 +171,15 @@ def load_exported(
     Raises:
         ExportError: `trusted` is False, or torch is too old for a .pt2.
         FileFormatError: a file is missing, truncated, changed or of a newer schema, or programs were
-            compiled by another torch or for another kind of machine, or graphs written by a newer torch.
+            compiled by another torch or for another kind of machine.
         MissingExtra: the package `onnxruntime` is not installed.
         PrecisionError: a subnet computes at a precision that this machine does not run, as in an `Engine`.
         DeviceError: there is no such device.
     """
     if not trusted:
         raise ExportError(
-            f"{path}: loading it runs code from its files with all rights of this process: torch.export "
-            "evaluates strings and unpickles records of a graph, and a .pt2 contains native code; if you "
-            "trust who made it, load_exported(..., trusted=True)"
+            f"{path}: loading it runs code from its files with all rights of this process, as a .pt2 "
+            "contains native code; if you trust who made it, load_exported(..., trusted=True)"
         )
     if Path(path).is_dir() or Path(path).suffix != ".pt2":
         read = partial(_read_folder, device=device, progress=progress)
@@ -200,7 +196,7 @@ def load_exported(
         if made != here:
             raise FileFormatError(
                 f"{path}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
-                "export again on this kind of machine, or with to_exported_programs"
+                "export again on this kind of machine, or with to_onnx"
             )
         index: int | None = home.index
         place = {"device_index": -1 if index is None else index, "load_weights_from_disk": True}
@@ -214,16 +210,9 @@ def _read_folder(
     folder: Path, facts: dict[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
     with export_format().fields(folder, _PASSING, _DAMAGED):
-        home, onnx = _home(folder, facts, device), facts["program"] == "onnx"
-        paths = [
-            folder / f"{subnet_name(i)}.{'onnx' if onnx else 'pt2'}" for i in range(len(facts["subnets"]))
-        ]
-        bar = tqdm(paths, desc="loading subnets", disable=not progress or None)
-        if onnx:
-            programs = [_session(path) for path in bar]
-        else:
-            weights = torch.load(folder / PROGRAM_WEIGHTS, map_location=home, weights_only=True)
-            programs = [_load_graph(path, own, facts) for path, own in zip(bar, weights, strict=True)]
+        home = _home(folder, facts, device)
+        paths = [folder / f"{subnet_name(i)}.onnx" for i in range(len(facts["subnets"]))]
+        programs = [_session(path) for path in tqdm(paths, "loading subnets", disable=not progress or None)]
         return ExportedEngine(programs, facts, home)
 
 
@@ -251,33 +240,16 @@ def _session(path: Path) -> Program:
     onnxruntime = import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    path.stat()  # onnxruntime's own error of a missing file is no OSError.
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs, names = ([part.name for part in parts] for parts in (session.get_inputs(), session.get_outputs()))
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:
-        arrays = (part.numpy() for part in (*args, *kwargs.values()))
-        outputs = map(torch.from_numpy, session.run(None, dict(zip(inputs, arrays, strict=True))))
+        given = dict(zip(inputs, args, strict=False)) | kwargs
+        arrays = session.run(None, {name: part.numpy() for name, part in given.items()})
+        outputs = map(torch.from_numpy, arrays)
         if names[0] == "output":
             return next(outputs)
         return tuple(outputs) if names[0] == "output_0" else dict(zip(names, outputs, strict=True))
 
     return run
-
-
-def _load_graph(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Program:
-    try:
-        with quiet():
-            program = torch.export.load(path)
-    except Exception as error:
-        made, here = ([int(n) for n in v.split(".")[:2]] for v in (facts["torch"], torch.__version__))
-        if made <= here:
-            raise
-        raise FileFormatError(
-            f"{path}: written by torch {facts['torch']}, this is torch {torch.__version__}, whose "
-            "torch.export cannot read it; install that torch or a newer one, or export with this one"
-        ) from error
-    for owner in (program.state_dict, program.constants):
-        for name, empty in owner.items():
-            own = tensors[name]
-            owner[name] = nn.Parameter(own, False) if isinstance(empty, nn.Parameter) else own
-    return program.module()

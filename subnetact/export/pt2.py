@@ -23,7 +23,6 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.input_axes import InputAxes
 from subnetact.engine.subnet_program import SubnetProgram, quiet
 from subnetact.errors import ExportError
-from subnetact.export.programs import tensors_by_name
 from subnetact.export.subnet_program import bar, subnet_name, subnet_programs
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
@@ -101,7 +100,7 @@ def archive_tools() -> Any:
         return import_module("torch.export.pt2_archive._package")
     raise ExportError(
         f"torch {torch.__version__}: it cannot load a .pt2 with its weights; install a newer torch (2.13 is "
-        "tested), or use subnetact.export.to_exported_programs"
+        "tested), or use subnetact.export.to_onnx"
     )
 
 
@@ -125,11 +124,11 @@ def _compiled(subnet: SubnetProgram, axes: InputAxes, folder: str) -> list[Any]:
         "cpp.dynamic_threads": True,
     }
     program = subnet.traced(axes)
-    tensors = tensors_by_name(program, subnet)
+    tensors = {**program.state_dict, **program.constants}
     with subnet.blamed("AOTInductor"), torch.no_grad():
         files: Any = torch._inductor.aot_compile(program.module(), *program.example_inputs, options=options)
     return [
-        packing.Weights({name: _whole(tensors[name], packing) for name in file})
+        packing.Weights({name: _whole(tensors[name].detach(), packing) for name in file})
         if isinstance(file, packing.Weights)
         else file
         for file in files

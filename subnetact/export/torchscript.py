@@ -1,7 +1,7 @@
 """`to_torchscript`: writes one file that runs any registered subnet, in C++, Triton, and Python.
 
 TorchScript is in maintenance, and PyTorch does not support it from Python 3.14 on. When Python 3.13 reaches
-its end of life (October 2029), this export is deleted; `to_exported_programs` is its successor. Files that
+its end of life (October 2029), this export is deleted; `to_pt2` is its successor. Files that
 were written before keep running wherever a libtorch loads TorchScript.
 """
 
@@ -113,7 +113,7 @@ def to_torchscript(
     if sys.version_info >= UNSUPPORTED_PYTHON:
         raise ExportError(
             f"Python {sys.version_info[0]}.{sys.version_info[1]}: TorchScript is not supported from "
-            f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_exported_programs, or "
+            f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_pt2 or to_onnx, or "
             "export with an older Python: the file runs anywhere"
         )
     if not Path(path).parent.is_dir() or Path(path).is_dir():
@@ -123,8 +123,7 @@ def to_torchscript(
     if low:
         raise ExportError(
             f"{low[0]}: a TorchScript file slices the full weights while it runs, and has no copy of them at "
-            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
-            "or to_onnx"
+            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_onnx or to_pt2"
         )
     if (table, batch_sizes).count(None) < (2 if slo_ms is None else 1):
         raise ExportError(

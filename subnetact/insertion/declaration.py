@@ -2,7 +2,7 @@
 
 Modules and configurations state numbers of heads and their width, and blocks that can be skipped are
 `GradientCheckpointingLayer`s in a `ModuleList`; timm and torch build transformers in the same way. The model
-runs on the example, while the order of its linear layers and the inputs of its blocks are noted. Then rules
+runs on the example, while the inputs of its blocks are noted. Then rules
 propose groups. A proposal is no proof: it is inserted into a copy of one block with disturbed weights, and
 the narrowed block must compute what the block computes with the dropped weights at zero. This also decides
 how the rows of a fused layer are packed, and which numbers a forward reads.
@@ -113,7 +113,7 @@ class _Call:
 
 
 class Observation:
-    """A forward pass: linear layers and torch's attentions in order, calls of what contains them, stacks.
+    """A forward pass: linear layers and torch's attentions, calls of what contains them, stacks.
 
     The graph is `traced`; `residual` are the blocks that it shows to be so, with the shapes of their inputs,
     and `stacks` tells how much they do.
@@ -135,11 +135,8 @@ class Observation:
         """Return a copy of the model that notes here what its modules do."""
         copied = structure_copy(self.model)
         modules = dict(copied.named_modules())
-        self.order: list[str] = []
         self.calls: dict[str, _Call] = {}
         self.stacks = StackWatch(modules)
-        for path in self.sides:
-            modules[path].register_forward_hook(partial(self._order, path))
         for path in {p[:i] for p in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
             modules[path].register_forward_hook(partial(self._note, path), with_kwargs=True)
         return copied
@@ -155,10 +152,6 @@ class Observation:
         while unit not in self.calls:
             unit = _parent(unit)
         return self.block_of(unit) or unit
-
-    def _order(self, path: str, *_: Any) -> None:
-        if path not in self.order:
-            self.order.append(path)
 
     def _note(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         self.calls.setdefault(path, _Call(args, dict(kwargs), output)).count += 1
@@ -226,7 +219,7 @@ def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
         if (group := state_group(path, observed.modules[path])) is not None:
-            layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
+            layers = [layer for layer in observed.sides if layer.startswith(f"{path}.")]
             yield _Proposal(f"{path}.heads", layers, *group)
 
 
@@ -261,7 +254,7 @@ def _stream(observed: Observation) -> Group | str:
 
 def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads of torch's own attentions."""
-    for path in observed.order:
+    for path in observed.calls:
         module: Any = observed.modules[path]
         if isinstance(module, nn.MultiheadAttention):
             width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
@@ -273,7 +266,7 @@ def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
 
 def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator[_Proposal]:
     """Propose the heads and the feed-forward neurons that the graph shows, with the numbers that say so."""
-    layers = [layer for layer in observed.traced.layers() if layer in observed.order and layer not in taken]
+    layers = [layer for layer in observed.traced.layers() if layer in observed.sides and layer not in taken]
     for group in observed.traced.groups(layers):
         if isinstance(group, Group):
             linear = [m for m in group.members if m.module in observed.sides]

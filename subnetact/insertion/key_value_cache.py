@@ -11,9 +11,9 @@ Two subnets are `exact` if their signatures are equal, `approximate` if only the
 `incompatible`. Before its first layer runs, a view notes on the cache that it is given its space, its
 signature and the moment of its weights. It refuses a cache that another supernet, no subnet at all, former
 weights or a subnet that is not `exact` has filled; `switch` allows all of these but incompatible subnets and
-other supernets, or computes everything again. An empty cache is everybody's. Compiled views do not look.
-Pages of continuous batching count as empty if nothing is noted on them; `switch` cannot recompute them, and
-they stay mixed once it has allowed approximate subnets.
+other supernets. An empty cache is everybody's. Compiled views do not look.
+Pages of continuous batching count as empty if nothing is noted on them, and stay mixed once `switch` has
+allowed approximate subnets.
 
 Networks read from a cache how many tokens there were, so a skipped layer writes keys and values of one number
 per token.
@@ -21,9 +21,6 @@ per token.
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -40,7 +37,7 @@ from subnetact.supernet.supernet import Supernet
 
 _WRITTEN = "written_by_a_subnet"
 _ALLOW = "switch(supernet, cache, spec, allow_approximate=True)"
-_AGAIN = "run the tokens again with switch(supernet, cache, spec, recompute=tokens)"
+_AGAIN = "run the tokens again: view(tokens, use_cache=True) fills a cache of its own"
 
 
 def guard_caches_(supernet: Supernet, example: Any = None) -> Supernet:
@@ -87,12 +84,12 @@ def switch(
     spec: SubnetSpec,
     *,
     allow_approximate: bool = False,
-    recompute: Any = None,
 ) -> nn.Module:
     """Return the view of a subnet that continues on a key-value cache that other subnets have filled.
 
     Every view checks the caches that it is given. It continues on an empty one, and on that of another subnet
-    if `cache_relation` is `"exact"` and the weights have not changed since; this function allows more.
+    if `cache_relation` is `"exact"` and the weights have not changed since; this function allows more. A
+    subnet whose keys and values have other shapes runs the tokens again: `view(tokens, use_cache=True)`.
 
     Args:
         supernet: the supernet of a language model.
@@ -102,16 +99,13 @@ def switch(
         allow_approximate: whether keys and values of other numbers will do, which have the same shapes
             (`"approximate"`, of former weights of this supernet, or of a network that is no subnet). The
             answers are then those of neither network.
-        recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or the
-            named arguments that the network takes for them. Unless the subnet has written the whole cache, it
-            computes all keys and values again and answers as if it had run from the beginning.
 
     Returns:
         The view, as `Supernet.subnet` returns it.
 
     Raises:
-        CacheMismatch: the subnet cannot continue on the cache, or not without one of the options, or the
-            cache belongs to another supernet or does not hold the given tokens. It is then unchanged.
+        CacheMismatch: the subnet cannot continue on the cache, or not without the option, or the cache
+            belongs to another supernet. It is then unchanged.
         SpecError: the specification is malformed, or of another space, or the networks of this space are no
             language models whose caches are known.
 
@@ -123,8 +117,6 @@ def switch(
     _guard_of(supernet)
     view = supernet.subnet(spec)
     writer: CacheWriter = view.__dict__["cache_writer"]
-    if recompute is not None:
-        _recompute(view, cache, writer, recompute)
     writer.claim(cache, allow_approximate)
     return view
 
@@ -242,46 +234,6 @@ def _claim(writer: CacheWriter, argument: CacheArgument, _: nn.Module, args: Any
 def empty_pages(pages: Any) -> None:
     """Note that pages of no active sequence are empty, and that their owner watches the weights itself."""
     setattr(pages, _WRITTEN, _EMPTY)
-
-
-# -- recomputing -------------------------------------------------------------------------------------
-
-
-def _recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) -> None:
-    """Fill a cache again unless the subnet has written all of it; a failure leaves it as it was."""
-    inputs = dict(tokens) if isinstance(tokens, Mapping) else {"input_ids": tokens}
-    given = next((t for n in ("input_ids", "inputs_embeds") if isinstance(t := inputs.get(n), Tensor)), None)
-    if given is None:
-        raise CacheMismatch("recompute: give the token ids of all positions, of shape (batch, positions)")
-    if _is_paged(cache):
-        raise CacheMismatch(
-            "recompute: the pages of continuous batching hold many sequences, so they are not computed again "
-            "here; generate with subnets whose caches are exact"
-        )
-    seen = _seen(cache)
-    if given.dim() < 2 or (seen is not True and given.shape[1] != seen):
-        raise CacheMismatch(
-            f"recompute: the cache holds {seen} positions, the tokens are of shape {tuple(given.shape)}; "
-            f"give those of all positions, of shape (batch, {seen})"
-        )
-    own = _Written(writer.space, writer.signature, writer.weights.moment())
-    if getattr(_of_decoder(cache), _WRITTEN, None) == own:
-        return
-    former = copy.deepcopy(cache.__dict__)
-    try:
-        cache.reset()
-        _forget_shapes(cache)
-        vars(_of_decoder(cache)).pop(_WRITTEN, None)
-        argument = CacheArgument.of(view)
-        inputs |= {argument.name if argument else "past_key_values": cache, "use_cache": True}
-        if "logits_to_keep" in inspect.signature(type(view).forward).parameters:
-            inputs["logits_to_keep"] = 1
-        with torch.no_grad():
-            view(**inputs)
-    except BaseException:
-        cache.__dict__.clear()
-        cache.__dict__.update(former)
-        raise
 
 
 def _seen(cache: Any) -> int:

@@ -31,9 +31,7 @@ class RecordedTensor:
     """What is known of a tensor."""
 
     shape: torch.Size
-    stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
 
 
 class Recording(TorchFunctionMode):
@@ -48,9 +46,6 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.model = model
         self.graph = fx.Graph()
-        self.meta: dict[str, Any] = {}
-        self.results: dict[fx.Node, Any] = {}
-        """What every node returns, with `RecordedTensor` in the place of tensors."""
         self.branches = False
         """Whether the forward branches on values that it computes with its weights."""
         self.entries: dict[str, fx.Node] = {}
@@ -62,14 +57,6 @@ class Recording(TorchFunctionMode):
         self._around: dict[str, tuple[str, type]] = {}
         self._leaf: str | None = None
         self._weighted: set[fx.Node] = set()
-
-    def tensor(self, name: str) -> Tensor:
-        """Return what a node reads that names a parameter, a buffer or a constant."""
-        return self.tensors[name]
-
-    def get_submodule(self, path: str) -> nn.Module:
-        """Return the module that a node calls."""
-        return self.model.get_submodule(path)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function and record it."""
@@ -118,9 +105,8 @@ class Recording(TorchFunctionMode):
     def _note(self, node: fx.Node, result: Any) -> None:
         """Note what a node returns, and where; parts of a result that is no tensor are nodes of their own."""
         node.meta["nn_module_stack"] = dict(self._around)
-        facts = self.results[node] = tree_map_only(Tensor, _facts, result)
         if isinstance(result, Tensor):
-            node.meta["tensor_meta"] = facts
+            node.meta["tensor_meta"] = RecordedTensor(result.shape, result.dtype)
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
                 node.meta["value"] = result.clone()
             self._nodes[result] = node
@@ -192,10 +178,6 @@ def called_name(node: fx.Node) -> str:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _facts(tensor: Tensor) -> RecordedTensor:
-    return RecordedTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def target_of(func: Any, args: Any) -> tuple[str, Any, Any]:

@@ -1,10 +1,9 @@
 """Units: which entries of which weights move together when channels, heads or neurons change places.
 
 The groups of a `Description` say what moves together. Published families and supernets that were described
-by hand have no groups. There, the autograd graph of one run shows which parts feed a layer: they form a group
-with what reads them, those of one dimension at first, and then all, such as queries and the keys that they
-share. Either way, a group counts only if the outputs of the largest subnet stay when its units change places,
-which is tried on a private copy with random weights.
+by hand have no groups: there, the groups are those that `describe` finds in the graph of the largest subnet.
+What it does not find has one order per dimension. In any case a group counts only if the outputs of the
+largest subnet stay when its units change places, which is tried on a private copy with random weights.
 """
 
 from __future__ import annotations
@@ -12,30 +11,30 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
+from subnetact.insertion.analysis import TracedModel
+from subnetact.insertion.description import Group, Member
 from subnetact.insertion.description_proof import WHOLE
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
+from subnetact.operators.view_module import owned
 from subnetact.operators.vocabulary import EXPERTS
-from subnetact.space import SizeRow, SubnetSpace
+from subnetact.space import SizeRow
 from subnetact.spec import grouped
-from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.bind import bind
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.module_outputs import outputs_and_calls, outputs_of
 from subnetact.supernet.proof import first_changed, in_double
@@ -48,10 +47,6 @@ Orders = Mapping[tuple[str, str, int], Tensor]
 
 Experts may have an order each, (experts, positions).
 """
-
-
-SUBNETS = 8
-"""So many random subnets show in which steps dimensions grow."""
 
 
 @dataclass(eq=False)
@@ -69,10 +64,6 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}"
-
-
-Links: TypeAlias = list[tuple[Part, Part]]
-"""Parts that belong together."""
 
 
 @dataclass(eq=False)
@@ -123,14 +114,14 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
             if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
         ]
         unstated = [part for part in parts if not any(part in group.parts for group in stated)]
-        divided = partial(_divided, trial, _least_units(supernet.space), trial.links(unstated))
-        found, refused = divided(stated, unstated)
-        if refused and trial.exact():  # Some networks amplify rounding.
-            again, refused = divided(
-                [group for group in refused if group in stated],
-                [part for group in refused if group not in stated for part in group.parts],
-            )
-            found += again
+        groups = stated + trial.shown(unstated)
+        found = trial.passing(groups)
+        if len(found) < len(groups) and trial.exact():  # Some networks amplify rounding.
+            found += trial.passing([group for group in groups if group not in found])
+        # Two units have one other order, which half of them were tried in.
+        sure = all(group.stated and group.units > 2 for group in found)
+        found = found if sure else trial.passing(found, again=True)
+        refused = [group for group in groups if group not in found]
         for group in refused:
             group.reason = group.lacks or trial.reason(group)
     order = {part: i for i, part in enumerate(parts)}
@@ -214,43 +205,21 @@ class Trial:
         self._failed.add((fit[0].parts, fit[0].units))
         return []
 
-    def links(self, parts: Sequence[Part]) -> Links:
-        """Return what joins parts: the inputs of a layer; what no run shows joins all of its dimension."""
-        behind = self._behind_inputs() if parts else {}
-        writers = [(p, {_tensor_of(self._copy, p.path, n) for n, _ in p.tables}) for p in parts]
-        readers = [part for part in parts if part.role == "reads" and part.path in behind]
-        links = [(a, b) for a in readers for b, own in writers if b.role != "reads" and own & behind[a.path]]
-        known = {part for pair in links for part in pair}
-        return links + [(a, b) for a in parts if a not in known for b in parts if a.dimension == b.dimension]
-
-    def _behind_inputs(self) -> dict[str, set[Any]]:
-        """Return the parameters that the inputs of each layer come from, up to the layers before it."""
-        found: dict[str, set[Any]] = {}
-
-        def cut(path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-            found.setdefault(path, set()).update(_parameters_behind((args, kwargs)))
-            return tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-
-        row = self.row
-        for parameter in self._copy.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        nothing_saved = saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda empty: empty)
-        with ExitStack() as hooks, torch.enable_grad(), nothing_saved:
-            view = bind(self._copy, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
-            for path, module in view.named_modules():
-                traits = traits_of(module)
-                if traits.mixes and getattr(module, "groups", 1) == 1:
-                    hook = partial(cut, path)
-                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-                if traits.reads_children:  # These are not called.
-                    own = set(self._copy.get_submodule(path)._parameters.values())
-                    found |= {f"{path}.{name}": own for name in module._modules}
-            try:
-                call_with(view, map_tensors(Tensor.clone, self._inputs[0]))
-            except Exception as error:  # It runs without gradients only.
-                raise_if_out_of_memory(error)
-                return {}
-        return found
+    def shown(self, parts: Sequence[Part]) -> list[UnitGroup]:
+        """Return the groups that the graph of the largest subnet shows; others have one per dimension."""
+        if not parts:
+            return []
+        groups, rest, whole = list[UnitGroup](), list(parts), owned(shared_view(self._copy, self.row))
+        modules, traced = dict(whole.named_modules()), TracedModel(whole, self._inputs[0])
+        for group in (item for item in traced.groups(traced.layers()) if isinstance(item, Group)):
+            found = [p for p in rest if any(_is_of(p, modules[p.path], m, group.full) for m in group.members)]
+            rest = [part for part in rest if part not in found]
+            if found:
+                groups.append(UnitGroup(tuple(found), math.gcd(group.full, *(p.steps for p in found))))
+        homes = [path for path, module in modules.items() if traits_of(module).reads_children]
+        of_home = {part: next((h for h in homes if f"{part.path}.".startswith(f"{h}.")), "") for part in rest}
+        alike = grouped(((part.dimension, of_home[part]), part) for part in rest).values()
+        return groups + [UnitGroup(tuple(own), math.gcd(*(p.steps for p in own))) for own in alike]
 
     def reason(self, group: UnitGroup) -> str:
         """Return which module sees that units of a group changed places, or that nothing shows it."""
@@ -314,76 +283,15 @@ def _keeps_blocks(order: list[int], size: int) -> bool:
     return all(len({place // size for place in block}) == 1 for block in blocks)
 
 
-def _parameters_behind(inputs: Any) -> set[Any]:
-    """Return the parameters that tensors are computed from."""
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    nodes: set[Any] = {get_gradient_edge(tensor).node for tensor in tensors}
-    new = nodes
-    while new:
-        new = {other for node in new for other, _ in node.next_functions if other is not None} - nodes
-        nodes |= new
-    return {node.variable for node in nodes if hasattr(node, "variable")}
-
-
-# -- groups that nobody states ------------------------------------------------------------------------
-
-
-def _divided(
-    trial: Trial, least: Mapping[str, int], links: Links, stated: list[UnitGroup], parts: list[Part]
-) -> tuple[list[UnitGroup], list[UnitGroup]]:
-    """Return the groups that pass, those that are stated and those that parts form, and the others."""
-    found = trial.passing(stated)
-    refused = [group for group in stated if group not in found]
-    for linked in ([(a, b) for a, b in links if a.dimension == b.dimension], links):
-        groups = [_finest(own) for own in _joined(parts, linked)]
-        passed = trial.passing(groups)
-        failed = [group for group in groups if group not in passed]
-        passed += _in_large_units(trial, least, failed)
-        found += passed
-        parts = [part for part in parts if not any(part in group.parts for group in passed)]
-    refused += map(_finest, _joined(parts, links))
-    # Two units have one other order, which half of them were tried in.
-    sure = all(group.stated and group.units > 2 for group in found)
-    right = found if sure else trial.passing(found, again=True)
-    return right, [*refused, *(group for group in found if group not in right)]
-
-
-def _in_large_units(trial: Trial, least: Mapping[str, int], groups: list[UnitGroup]) -> list[UnitGroup]:
-    """Return those that pass in units of several channels, such as heads, in the smallest such units."""
-    coarse = trial.passing(
-        [UnitGroup(g.parts, math.gcd(g.units, *(least[part.dimension] for part in g.parts))) for g in groups]
-    )
-    found: list[UnitGroup] = []
-    sized = grouped(((group.units, _finest(group.parts).units), group) for group in coarse)
-    for (few, many), alike in sized.items():
-        for units in (n for n in range(many // 2, few, -1) if many % n == 0 and n % few == 0):
-            finer = [UnitGroup(group.parts, units) for group in alike]
-            if trial.stays(_shuffled(finer)):
-                alike = finer
-                break
-        found += alike
-    return found
-
-
-def _joined(parts: Sequence[Part], links: Links) -> list[list[Part]]:
-    """Divide parts into those that links join, in their order."""
-    own = {part: [part] for part in parts}
-    for a, b in links:
-        if a in own and b in own and own[a] is not own[b]:
-            own[a].extend(own[b])
-            own.update(dict.fromkeys(own[b], own[a]))
-    return list(grouped((id(own[part]), part) for part in parts).values())
-
-
-def _finest(parts: Sequence[Part]) -> UnitGroup:
-    return UnitGroup(tuple(parts), math.gcd(*(part.steps for part in parts)))
-
-
-def _least_units(space: SubnetSpace) -> dict[str, int]:
-    """Return the largest equal units of every dimension of which all subnets keep whole ones."""
-    specs = [space.largest(), space.smallest(), *space.sample(0, min(SUBNETS, space.size()))]
-    sizes = dict(zip(space.dimensions, zip(*map(space.resolve, specs), strict=True), strict=True))
-    return {name: max(1, own[0] // max(1, math.gcd(*own))) for name, own in sizes.items()}
+def _is_of(part: Part, layer: nn.Module, member: Member, full: int) -> bool:
+    """Tell whether a part of a supernet is that of a layer which follows a group of its largest subnet."""
+    start, axes = member.start, traits_of(layer).axes
+    ends = (0, math.inf) if start is None else (start, start + full * member.multiple)
+    names = {part.name.partition(".")[0]}
+    for name, axis in part.tables:
+        names |= {f"{name}.{axis}", *axes.get(name, ())[axis : axis + 1]}
+    inside = all(bool(((t >= ends[0]) & (t < ends[1])).all()) for t in part.tables.values())
+    return part.path == member.module and member.part in names and inside
 
 
 # -- the slicing rules -------------------------------------------------------------------------------

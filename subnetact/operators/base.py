@@ -25,7 +25,7 @@ What `tensors` returns by slicing shares the storage of the parameters and costs
 distinct sizes, and follows changes in place by itself (`packed_copy.py`; linear layers can do without,
 `weight_runs.py`). Changes that version counters do
 not show (through `parameter.data`, `set_`, NumPy, or on tensors that were made in inference mode) need
-`Supernet.refresh`; `Supernet.verify` finds them.
+`Supernet.refresh`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subnetact.comparison import EXACT, equal
 from subnetact.files.fork import new_lock
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.tensor_version import changes_of
@@ -47,11 +46,6 @@ class PackedCopy:
         """Keep the tensors as they are from now on, for the views that still use them."""
         with self._lock:
             self.sources, self._changes = (), 0
-
-    def matches(self) -> bool:
-        """Tell whether the tensors equal, up to rounding, what the weights give, or will be made again."""
-        with self._lock:
-            return equal(self.tensors, self._made(), EXACT) or changes_of(self.sources) != self._changes
 
     def frozen(self, name: str, of: Tensor, buffer: bool = False) -> Any:
         """Return what a view holds for a slice `of` a tensor: a parameter, or a tensor for a buffer."""

@@ -7,8 +7,7 @@ Which file answers which question:
 - `bind.py`: how the network of one subnet is put together from operators and a size row; `views.py`: which
   of these networks are kept.
 - `generation.py`: whether the weights have changed, for everything that outlives such a change;
-  `replacements.py`: whether modules or tensors were replaced; `untraced_changes.py`: changes that nothing
-  counts.
+  `replacements.py`: whether modules or tensors were replaced.
 - `load.py`: how other weights are loaded, and which statistics rows stay; `storage.py`: the memory behind the
   weights.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).

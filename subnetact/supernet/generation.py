@@ -13,7 +13,7 @@ import itertools
 import secrets
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from subnetact.errors import StaleWeights
 from subnetact.files.fork import hear_of_forks, new_lock
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.untraced_changes import NamedView, changed_attributes, outdated, plain_attributes
 from subnetact.supernet.views import Views
 
 _numbers = itertools.count(1)
@@ -133,7 +132,6 @@ class Generation:
 
     def _watch(self) -> None:
         self._replacements.note(self._present(), self._supernet())
-        self._attributes = plain_attributes(self._present())
         self._noticed = self._replacements.writes
 
     def moment(self) -> Moment:
@@ -190,13 +188,6 @@ class Generation:
         """Return what tells, and pickle at its place asks, whether the weights are those of now."""
         with self.lock:
             return Witness(self, self.number, self.moment())
-
-    def outdated(self, views: Iterable[NamedView]) -> list[str]:
-        """Return which views, packed copies and plain attributes do not match the network, one line each."""
-        with self.lock:
-            network = self._present()
-            moved = ["parameters or buffers moved to other storage"] * self._replacements.replaced(network)
-            return outdated(network, views) + moved + changed_attributes(network, self._attributes)
 
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""

@@ -6,15 +6,18 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators.tensor_version import tensor_place
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import hash_tensors
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.storage import renew_storage_, tensor_checksums
+from subnetact.supernet.storage import renew_storage_
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -118,11 +121,11 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
 
     It drops them if the load changed weights, lets an adopted row follow, and returns how many were dropped.
     """
-    largest, before = supernet.norms.get(supernet.space.largest()), _weight_checksums(supernet)
+    largest, before = supernet.norms.get(supernet.space.largest()), _weights_hash(supernet)
     adopted = largest is not None and not supernet.statistics_of_largest()
 
     def keep() -> int:
-        dropped = 0 if _weight_checksums(supernet) == before else len(supernet.norms) - adopted
+        dropped = 0 if _weights_hash(supernet) == before else len(supernet.norms) - adopted
         if dropped:
             supernet.norms = NormTable(supernet.space.id)
         if adopted:
@@ -132,14 +135,16 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
     return keep
 
 
-def _weight_checksums(supernet: Any) -> list[int]:
-    """Return the tensor_checksums of the weights, without the shared statistics, if there are rows."""
-    if not len(supernet.norms):
-        return []
-    shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
-    own = supernet.network.state_dict(keep_vars=True)
-    weights = {name: t for name, t in own.items() if isinstance(t, Tensor) and id(t) not in shared}
-    return tensor_checksums(t for name, t in weights.items() if not name.endswith("num_batches_tracked"))
+def _weights_hash(supernet: Any) -> str:
+    """Return a hash of the weights, without the shared statistics and counters, if there are rows."""
+    digest = blake2b()
+    if len(supernet.norms):
+        shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
+        for name, t in supernet.network.state_dict(keep_vars=True).items():
+            counts = name.endswith("num_batches_tracked")
+            if isinstance(t, Tensor) and not (t.is_meta or counts or id(t) in shared):
+                hash_tensors(digest, t if t.layout == torch.strided else t.detach().to_dense())
+    return digest.hexdigest()
 
 
 def warn_of_dropped(rows: int, instead: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from hashlib import blake2b
 from itertools import chain
+from operator import index
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from subnetact.spec import SubnetSpec
 _CHANGING = new_lock()
 """Held while the rows of a table are exchanged."""
 
-ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256
-"""The rows of a file may take this much memory: so much in any case, and so much per byte in the file."""
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 1, "save it again with NormTable.save()")
 
 
@@ -246,9 +244,7 @@ class NormTable:
         return {spec.base for spec in subnets}
 
     def save(self, path: StrPath) -> None:
-        """Write the table as a safetensors file, atomically.
-
-        Statistics that are equal in several rows are written once.
+        """Write the table as a safetensors file with one tensor per row, atomically.
 
         Args:
             path: the file; an earlier one is replaced.
@@ -258,25 +254,12 @@ class NormTable:
             SpecError: `load` would refuse a row: it has statistics that are not finite, for example.
             WriteError: the file cannot be written.
         """
-        stored: dict[str, list[Tensor]] = {}
-        ends: dict[str, int] = {}
-        starts: dict[bytes, int] = {}
+        tensors: dict[str, Tensor] = {}
         rows = []
-        for spec, row in self._rows.items():
+        for i, (spec, row) in enumerate(self._rows.items()):
             _require_sound(path, spec, row, SpecError)
-            dtype, own = str(row.flat.dtype).removeprefix("torch."), []
-            here = row.map(lambda flat: flat.detach().cpu())
-            for parts in (*here.pairs().values(), *here.corrections().values()):
-                both = torch.cat([part.flatten() for part in parts])
-                key = blake2b(both.view(torch.uint8).numpy().data, key=dtype.encode()).digest()
-                if key not in starts:
-                    starts[key] = ends.get(dtype, 0)
-                    ends[dtype] = starts[key] + len(both)
-                    stored.setdefault(dtype, []).append(both)
-                own.append(starts[key])
-            entry = {"spec": spec.to_json(), "channels": row.channels, "dtype": dtype, "starts": own}
-            rows.append({**entry, "corrected": row.corrected} if row.corrected else entry)
-        tensors = {dtype: torch.cat(parts) for dtype, parts in stored.items()}
+            tensors[str(i)] = row.flat.detach().cpu().clone()
+            rows.append({"spec": spec.to_json(), "channels": row.channels, "corrected": row.corrected})
         document = {**NORM_TABLE.header, "space": self.space, "rows": rows}
         write_tensors(path, tensors, {"document": json.dumps(document)})
 
@@ -296,30 +279,13 @@ class NormTable:
             FileFormatError: the file is damaged, of another kind or of another schema, or statistics in it
                 are not finite, are no floating-point numbers, or have a negative variance.
         """
-        with documented_tensors(path, NORM_TABLE) as (document, stored):
+        with documented_tensors(path, NORM_TABLE, passing=()) as (document, stored):
             table = cls(document["space"])
-            left = ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values())
-            for entry in document["rows"]:
+            for i, entry in enumerate(document["rows"]):
                 spec = SubnetSpec.from_json(entry["spec"])
-                corrected = {
-                    n: (int(a), int(b), int(c)) for n, (a, b, c) in entry.get("corrected", {}).items()
-                }
-                lengths = [
-                    *(2 * n for n in entry["channels"].values()),
-                    *map(_numbers_of, corrected.values()),
-                ]
-                parts = list[Tensor]()
-                for length, start in zip(lengths, entry["starts"], strict=True):
-                    parts.append(stored[entry["dtype"]][start : start + length])
-                    if start < 0 or length < 1 or len(parts[-1]) != length:
-                        raise ValueError(f"{length} numbers at {start} are outside the statistics")
-                    left -= parts[-1].nbytes
-                if left < 0:
-                    raise ValueError("its rows claim far more memory than it stores")
-                pairs = [part.chunk(2) for part in parts[: len(entry["channels"])]]
-                means, variances = zip(*pairs, strict=True) if pairs else ((), ())
-                flat = torch.cat([*means, *variances, *parts[len(pairs) :]]) if parts else torch.empty(0)
-                row = table._rows[spec] = NormRow(entry["channels"], flat, corrected)
+                corrected = {n: (int(a), int(b), int(c)) for n, (a, b, c) in entry["corrected"].items()}
+                channels = {name: index(count) for name, count in entry["channels"].items()}
+                row = table._rows[spec] = NormRow(channels, stored[str(i)], corrected)
                 _require_sound(path, spec, row, FileFormatError)
         return table
 

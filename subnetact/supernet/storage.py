@@ -1,4 +1,4 @@
-"""Storage: the memory behind the tensors of a network, exchanged as a whole, and the sums of its values."""
+"""Storage: the memory behind the tensors of a network, exchanged as a whole."""
 
 from __future__ import annotations
 
@@ -39,29 +39,3 @@ def is_movable(tensor: Tensor) -> bool:
         return False
     shared = tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
     return not (shared or tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def tensor_checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a number per tensor that changes with any value, and with the order of rows or columns."""
-    sums = []
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.is_meta:
-                sums.append(torch.zeros((), dtype=torch.int64))
-                continue
-            dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-            dense = dense.int_repr() if dense.is_quantized else dense
-            real = torch.view_as_real(dense) if dense.is_complex() else dense
-            bits = real.view(_INTEGERS[real.element_size()])
-            bits = bits[None] if bits.dim() == 0 else bits
-            # Positions of rows and within rows count, so that a permutation of channels is seen.
-            rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
-            columns = bits.sum(0, dtype=torch.int64).flatten()
-            # An odd and an even factor together are odd, so that no change of one value is lost modulo 2^64.
-            odd = 2 * torch.arange(len(rows), device=bits.device) + 1
-            even = 2 * torch.arange(len(columns), device=bits.device)
-            sums.append((odd * rows).sum() + (even * columns).sum())
-        return torch.stack([s.cpu() for s in sums]).tolist() if sums else []

@@ -44,7 +44,6 @@ from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
 from subnetact.supernet.storage import exchange_storage_
-from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
@@ -690,8 +689,8 @@ class Supernet(ReadThrough):
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
         These are changes through `parameter.data` or NumPy, in tensors that were made in inference mode, and
-        of plain attributes of modules (`supernet.network.scale = 2.0`). `verify` finds them where a copy or a
-        view no longer matches; key-value caches and adopted statistics learn of them from this method only.
+        of plain attributes of modules (`supernet.network.scale = 2.0`). Copies, fused programs, key-value
+        caches and adopted statistics learn of them from this method only; engines make programs again.
         Other modules and other storage (`parameter.data = other`, `parameter.set_`) are noticed after
         `network` was read, and by whatever takes long.
         """
@@ -705,25 +704,6 @@ class Supernet(ReadThrough):
         """
         copies = (copy for operator in operators_in(self.network) for copy in operator.packed_copies())
         return sum(copy.nbytes for copy in copies) - self.lowered_bytes()
-
-    def verify(self, refresh: bool = False) -> tuple[str, ...]:
-        """Find cached slices and copies that no longer match the weights that they were made of.
-
-        It finds changes that leave no trace, as `refresh` lists them. `Engine.verify` looks at fused programs
-        as well.
-
-        Args:
-            refresh: whether to call `refresh` if something is found, and return it, one line each.
-
-        Raises:
-            StaleWeights: something was found, and `refresh` is False.
-        """
-        found = self.generation.outdated(self._views.listed())
-        if found and refresh:
-            self.refresh()
-        elif found:
-            raise stale_weights(found, "supernet")
-        return tuple(found)
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.

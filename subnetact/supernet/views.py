@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from subnetact.operators.packed_copy import frozen_parameter
 from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.untraced_changes import NamedView, alike
 
 _NOTHING = (None, None, None)
 
@@ -65,11 +65,6 @@ class Views:
         self._kept.clear()
         self._frozen.clear()
 
-    def listed(self) -> list[NamedView]:
-        """Return the name and the view of every subnet."""
-        with self.lock:
-            return [(str(spec), view) for spec, (view, *_) in self._kept.items()]
-
     def frozen(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views."""
         if type(tensor) not in (nn.Parameter, Tensor):
@@ -88,3 +83,16 @@ def _drop(views: weakref.ref[Views], spec: SubnetSpec, keeping: Keeping) -> None
         with present.lock:
             if present._kept.get(spec, _NOTHING)[2] is keeping:
                 present._kept.pop(spec)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Tell whether values are equal in all their members; what has no members that Python compares is not."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if hasattr(one, "__dict__"):
+        return alike(vars(one), vars(other))
+    return isinstance(one, str | bytes | int | float | complex | set | frozenset) and one == other

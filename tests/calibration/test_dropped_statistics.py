@@ -24,7 +24,7 @@ from subnetact.errors import (
     NotCalibrated,
     UncalibratedSubnetWarning,
 )
-from subnetact.export import to_exported_programs, to_onnx, to_torchscript
+from subnetact.export import to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.supernet import NormTable
@@ -179,7 +179,7 @@ def test_what_an_engine_refuses_is_neither_saved_nor_exported(engine: Engine, tm
     engine.save(tmp_path / "bundle")
     former = engine.fingerprint
     drop(engine.supernet)
-    writers: list[Callable[..., Any]] = [to_exported_programs, to_onnx, to_torchscript]
+    writers: list[Callable[..., Any]] = [to_onnx, to_torchscript]
     for write in (Engine.save, *writers):
         with pytest.raises(NotCalibrated, match="1 of 1 subnets"):
             write(engine, tmp_path / ("bundle" if write is Engine.save else write.__name__))

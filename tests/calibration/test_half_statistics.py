@@ -101,7 +101,6 @@ def test_rows_stay_exact_and_are_read_rightly(
             assert found.dtype is dtype
             tolerance = max(TOLERANCES[dtype], TOLERANCES[torch.bfloat16] if weight_digits > 1 else 0)
             torch.testing.assert_close(found.float(), expected[spec], rtol=0, atol=tolerance)
-    assert supernet.verify() == engine.verify() == ()
 
 
 USES: dict[str, Callable[[Supernet, Any, Path], Any]] = {

@@ -109,7 +109,7 @@ def test_a_replica_refuses_a_bundle_that_was_replaced(source, tmp_path):
     engine = pinned.engine()
     with torch.no_grad():
         engine.supernet.network.classifier.bias.add_(1.0)
-    engine.verify(refresh=True)
+    engine.supernet.refresh()
     engine.save(bundle)
     with pytest.raises(FileFormatError, match="replaced"):
         EngineReplica(pinned)

@@ -14,8 +14,8 @@ import subnetact
 from subnetact.errors import StaleWeights
 from subnetact.export import (
     load_exported,
-    subnet_program,
-    to_exported_programs,
+    onnx,
+    to_onnx,
     to_torchscript,
     torchscript,
 )
@@ -24,9 +24,9 @@ from subnetact.supernet.supernet import Supernet
 X = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def as_programs(engine: subnetact.Engine, path: Path) -> Callable[[int], Tensor]:
+def as_onnx(engine: subnetact.Engine, path: Path) -> Callable[[int], Tensor]:
     before = engine.fingerprint
-    exported = load_exported(to_exported_programs(engine, path, progress=False), progress=False, trusted=True)
+    exported = load_exported(to_onnx(engine, path, progress=False), progress=False, trusted=True)
     assert exported.fingerprint == before
     return lambda i: exported(X, subnet=i)
 
@@ -37,7 +37,7 @@ def as_script(engine: subnetact.Engine, path: Path) -> Callable[[int], Tensor]:
 
 
 WAYS = {
-    "programs": (subnet_program.SubnetProgram, "traced", as_programs),
+    "onnx": (onnx, "onnx_graph", as_onnx),
     "script": (torchscript, "record_network", as_script),
 }
 
@@ -80,7 +80,7 @@ def test_weights_that_change_while_they_are_copied_are_not_exported(
         return copied(supernet)
 
     monkeypatch.setattr(Supernet, "__getstate__", training)
-    for export in (as_programs, as_script):
+    for export in (as_onnx, as_script):
         with pytest.raises(StaleWeights, match="between two steps of the training"):
             export(engine, tmp_path / export.__name__)
         assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import subnetact
 from subnetact import Axis, SubnetSpace
 from subnetact.errors import FileFormatError, MissingExtra
-from subnetact.export import load_exported, to_exported_programs, to_onnx
+from subnetact.export import load_exported, to_onnx
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -161,7 +161,6 @@ def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> No
     torch.testing.assert_close(torch.from_numpy(got[1]), want["mean"], atol=1e-4, rtol=1e-3)
     stamped = json.loads((folder / "export.json").read_text())["fingerprint"]
     assert stamped == supernet.fingerprint() != old
-    to_exported_programs(engine, tmp_path / "programs", progress=False)
-    loaded = load_exported(tmp_path / "programs", trusted=True)
+    loaded = load_exported(folder, trusted=True)
     assert loaded.fingerprint == supernet.fingerprint()
-    assert torch.allclose(loaded(x, subnet=0)["map"], want["map"], atol=1e-5)
+    assert torch.allclose(loaded(x, subnet=0)["map"], want["map"], atol=1e-4, rtol=1e-3)

@@ -12,7 +12,7 @@ import subnetact
 from subnetact import Axis, SubnetSpace, WeightSlice
 from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import ExportError, PrecisionError
-from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
+from subnetact.export import load_exported, to_onnx, to_torchscript
 from subnetact.operators import kernel_table as kernels
 from subnetact.operators.kernel_table import kernel_for
 
@@ -44,10 +44,10 @@ def engine() -> subnetact.Engine:
 
 
 @runs_int8
-def test_exported_programs_of_int8_subnets_equal_the_views(
+def test_loaded_files_of_int8_subnets_equal_the_views(
     engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_exported_programs(engine, tmp_path / "programs", progress=False)
+    to_onnx(engine, tmp_path / "programs", progress=False)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(kernels, "machine_facts", MachineFacts)
         with pytest.raises(PrecisionError, match="precision int8"):
@@ -78,7 +78,7 @@ def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tm
 
 
 def test_torchscript_has_float32_subnets_only(engine: subnetact.Engine, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"precision=int8.*to_exported_programs or to_onnx"):
+    with pytest.raises(ExportError, match=r"precision=int8.*to_onnx or to_pt2"):
         to_torchscript(engine, tmp_path / "model.pt", progress=False)
     exact = engine.specs[1]
     written = to_torchscript(engine, tmp_path / "model.pt", subnets=[exact], progress=False)

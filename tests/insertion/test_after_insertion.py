@@ -10,7 +10,7 @@ import torch
 import subnetact
 import subnetact.serving
 from subnetact.errors import ExportError
-from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
+from subnetact.export import load_exported, to_onnx, to_torchscript
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy
 
@@ -83,8 +83,8 @@ def test_exports_of_an_inserted_model_compute_what_its_subnets_compute(
     expected = [engine.supernet.extract(spec)(X) for spec in engine.specs]
     for i, output in enumerate(expected):
         torch.testing.assert_close(scripted(X, torch.tensor([i])), output, rtol=0, atol=5e-5)
-    to_exported_programs(engine, tmp_path / "programs", subnets=engine.specs[:2], progress=False)
-    programs = load_exported(tmp_path / "programs", trusted=True)
+    to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[:2], progress=False)
+    programs = load_exported(tmp_path / "onnx", trusted=True)
     torch.testing.assert_close(programs(X, subnet=1), expected[1], rtol=0, atol=5e-5)
 
 
@@ -139,9 +139,9 @@ def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_
     x = torch.randn(2, 6, 32)
     supernet = subnetact.insert_(Encoder().eval(), example=x)
     engine = subnetact.Engine(supernet, supernet.space.sample(0, 1), example=x[:1])
-    with pytest.raises(ExportError, match=r"use subnetact\.export\.to_exported_programs"):
+    with pytest.raises(ExportError, match=r"use subnetact\.export\.to_onnx or to_pt2"):
         to_torchscript(engine, tmp_path / "model.pt", progress=False)
-    to_exported_programs(engine, tmp_path / "programs", progress=False)
+    to_onnx(engine, tmp_path / "programs", progress=False)
     expected = supernet.extract(engine.specs[0])(x)
     programs = load_exported(tmp_path / "programs", trusted=True)
     torch.testing.assert_close(programs(x, subnet=0), expected, rtol=0, atol=5e-5)

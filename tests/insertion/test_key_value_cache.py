@@ -254,53 +254,19 @@ def test_an_incompatible_cache_is_never_used(llama: Supernet, change: dict[str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_recomputing_makes_a_cache_right(kind: str) -> None:
+def test_a_cache_that_is_reset_is_everybodys(kind: str) -> None:
     supernet = supernet_of(kind)
     rng = random.Random(1)
     specs = [supernet.space.largest(), *(supernet.space.sample(rng) for _ in range(6))]
     cache, tokens = cache_of(supernet.subnet(specs[0])), TOKENS
     for spec in specs[1:]:
-        view = switch(supernet, cache, spec, recompute=tokens)
+        view = supernet.subnet(spec)
+        cache.reset()
+        view(tokens, past_key_values=cache)
         found = view(TOKENS[:, :1], past_key_values=cache).logits
         tokens = torch.cat([tokens, TOKENS[:, :1]], dim=1)
         expected = view(tokens, use_cache=False).logits[:, -1:]
         torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
-
-
-@torch.no_grad()
-def test_what_a_subnet_wrote_itself_is_not_computed_again(llama: Supernet) -> None:
-    large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
-    cache = cache_of(llama.subnet(large))
-    switch(llama, cache, small, allow_approximate=True)(TOKENS[:, :2], past_key_values=cache)
-    tokens = torch.cat([TOKENS, TOKENS[:, :2]], dim=1)
-    ran = []
-    for spec in (small, large):
-        llama.subnet(spec).register_forward_pre_hook(
-            lambda _m, _a, kwargs: ran.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
-    for spec, count in ((small, 1), (small, 1), (large, 2), (large, 2)):
-        switch(llama, cache, spec, recompute=tokens)
-        assert ran == [13] * count
-    with pytest.raises(CacheMismatch, match="the cache holds 13 positions"):
-        switch(llama, cache, large, recompute=TOKENS)
-    llama.refresh()  # The fixture is shared, and the hooks are on its views.
-
-
-@torch.no_grad()
-def test_recomputing_loses_nothing_if_it_cannot_be_done(llama: Supernet) -> None:
-    large, small = llama.space.largest(), subnet(llama, depth=(1, 0))
-    cache = cache_of(llama.subnet(large))
-    before = [t.clone() for t in entries(cache)]
-    with pytest.raises(
-        CacheMismatch, match=r"the cache holds 11 positions, the tokens are of shape \(2, 3\)"
-    ):
-        switch(llama, cache, small, recompute=TOKENS[:, :3])
-    with pytest.raises(CacheMismatch, match="recompute: give the token ids"):
-        switch(llama, cache, small, recompute={"labels": TOKENS})
-    with pytest.raises(IndexError):
-        switch(llama, cache, small, recompute=TOKENS + 1000)
-    assert all(map(torch.equal, entries(cache), before))
-    llama.subnet(large)(TOKENS[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()
@@ -357,7 +323,9 @@ def test_a_cache_belongs_to_the_weights_that_wrote_it() -> None:
         with pytest.raises(CacheMismatch, match="the weights have changed since"):
             supernet.subnet(large)(token, past_key_values=kept)
     filled = entries(before)[0].clone()
-    again = switch(supernet, before, large, recompute=TOKENS)
+    again = supernet.subnet(large)
+    before.reset()
+    again(TOKENS, past_key_values=before)
     assert not torch.equal(entries(before)[0], torch.zeros_like(filled))
     expected = supernet.subnet(large)(torch.cat([TOKENS, token], 1), use_cache=False).logits[:, -1]
     got = again(token, past_key_values=before).logits[:, -1]

@@ -436,12 +436,12 @@ class Texts:
         )
 
     def go_on(self) -> None:
-        """Let a subnet continue on a cache, as a view, by `switch`, or after a `recompute`."""
+        """Let a subnet continue on a cache, as a view, by `switch`, or from the beginning."""
         if self.caches:
             one = self.rng.choice(self.caches)
             which = one["which"] if self.rng.random() < 0.7 else 1 - one["which"]
             spec = one["spec"] if self.rng.random() < 0.5 else self.rng.choice(self.specs)
-            self._continue(one, which, spec, self.rng.choice(("view", "switch", "recompute")), 1)
+            self._continue(one, which, spec, self.rng.choice(("view", "switch", "reset")), 1)
 
     def empty(self) -> None:
         """Empty a cache, which any subnet may fill then."""
@@ -462,21 +462,22 @@ class Texts:
         own = before.shape[1] and one["which"] == which and one["state"] is self.states[which]
         try:
             with torch.no_grad():
-                if way == "view":
-                    view = supernet.subnet(spec)
-                else:
-                    given = before if way == "recompute" else None
-                    view = switch(supernet, cache, spec, recompute=given)
-                logits = view(new, past_key_values=cache, use_cache=True).logits[:, -1]
+                given, view = new, supernet.subnet(spec)
+                if way == "switch":
+                    view = switch(supernet, cache, spec)
+                elif way == "reset":
+                    cache.reset()
+                    given = torch.cat([before, new], 1)
+                logits = view(given, past_key_values=cache, use_cache=True).logits[:, -1]
         except CacheMismatch:
             exact = own and cache_relation(supernet, one["spec"], spec) == "exact"
             assert not exact, "a cache that fits was refused"
-            assert way != "recompute", "a cache that is computed again was refused"
+            assert way != "reset", "a cache that is computed again was refused"
             assert before.shape[1], "an empty cache was refused"
             return
         tokens = torch.cat([before, new], 1)
         assert near(logits, self.right(self.states[which], spec, tokens)), "the cache is of other weights"
-        first = one["spec"] if own and way != "recompute" else spec
+        first = one["spec"] if own and way != "reset" else spec
         one |= {"tokens": tokens, "which": which, "spec": first, "state": self.states[which]}
         if not any(one is known for known in self.caches):
             self.caches.append(one)

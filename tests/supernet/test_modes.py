@@ -41,7 +41,6 @@ def test_a_mode_leaves_nothing_behind(mode: Callable[[], AbstractContextManager[
     with mode():
         view(X)  # This makes the packed copies again.
     assert torch.equal(view(X), copy.deepcopy(supernet)(X, subnet=spec))
-    assert supernet.verify() == ()
 
 
 def test_a_check_and_a_calibration_under_autocast_leave_nothing_behind() -> None:

@@ -270,16 +270,6 @@ def test_changed_weights_reach_the_copy(digits: Supernet) -> None:
     torch.testing.assert_close(view(x), changed), "a view that is in use keeps the former weights"
 
 
-def test_verify_finds_a_copy_of_other_weights(digits: Supernet) -> None:
-    digits.subnet(digits.space.smallest())
-    assert digits.verify() == ()
-    digits.network.get_submodule("stages.0.0.conv1").weight.data[0, 0] += 1.0
-    with pytest.raises(subnetact.errors.StaleWeights, match=r"stages\.0\.0\.conv1"):
-        digits.verify()
-    assert digits.verify(refresh=True)
-    assert digits.verify() == ()
-
-
 def test_readers_never_see_half_exchanged_weights(digits: Supernet) -> None:
     spec, x = digits.space.smallest(), torch.randn(1, 1, 16, 16)
     one = {n: t.clone() for n, t in digits.state_dict().items()}
