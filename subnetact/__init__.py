@@ -52,28 +52,28 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2373   797     18
-    supernet        2972   847      5
-    insertion       4327   910     12
-    ofa_adapters    2588   506      7
+    operators       2369   796     18
+    supernet        2871   821      5
+    insertion       4197   898     12
+    ofa_adapters    2588   507      7
     digits           136    18      7
-    calibration      877   176      1
+    calibration      873   176      1
     latency          526   280      5
     training        1276   326      5
     elastic          753   162      1
-    engine          2627   704      5
+    engine          2559   687      5
     workers          560    96      0
     costs            308    66      4
     nas              963   377      8
     profile         1243   280      1
     serving         4854  1903     34
     generation      1442   458     13
-    export          1052   395      7
+    export           977   358      6
     simulate           9     5      2
     serve           1868   389      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32648  9192    228
+    all            32266  9100    227
 
 The README has a glossary of the words that are used here.
 """
