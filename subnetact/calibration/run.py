@@ -16,7 +16,7 @@ from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import describe_input
 from subnetact.supernet.bind import bind, private_buffers
-from subnetact.supernet.failure import failure, missing_entry, summary
+from subnetact.supernet.failure import failure, not_running
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
@@ -99,15 +99,11 @@ class CalibrationRun:
         """Raise an error that says why a batch could not be run, if a subnet fails on it."""
         for spec in self.specs:
             view, _ = self._bind(spec)
-            error = failure(view, x)
-            if error is None:
-                continue
-            fact = f"calibrate: {spec} does not run on {describe_input(x)}: {summary(view, error)}"
-            full, _ = self._bind(self._supernet.space.largest())
-            if failure(full, x) is None:
-                advice = f"the largest subnet does run: {missing_entry(view, error)}"
-                raise InsertError(f"{fact}; {advice}") from error
-            raise SpecError(f"{fact}; give batches that the network takes, images as (N, C, H, W)") from error
+            if (error := failure(view, x)) is not None:
+                full, _ = self._bind(self._supernet.space.largest())
+                advice = "give batches that the network takes, images as (N, C, H, W)"
+                why, runs = not_running(view, error, x, full, describe_input(x), advice)
+                raise (InsertError if runs else SpecError)(f"calibrate: {spec} {why}") from error
 
     # -- results ---------------------------------------------------------------------------------
 

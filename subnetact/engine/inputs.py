@@ -19,7 +19,7 @@ from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InvalidRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
-from subnetact.supernet.failure import failure, missing_entry, summary
+from subnetact.supernet.failure import not_running
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 
@@ -29,6 +29,10 @@ DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
 """The names of the Open Inference Protocol, which Triton's configurations have, too."""
 LARGEST_EXAMPLE = 2**28
 """Most numbers of one input."""
+BATCH_FIRST = (
+    "give a batch that the network takes, with the batch axis first: x[None] of one input x. If the network "
+    "needs larger batches, leave out example=: the first batch then is the example"
+)
 
 
 def parts_of(x: Any) -> Any:
@@ -97,21 +101,12 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
     try:
         with torch.inference_mode():
             return call_with(view, x)
-    except Exception as raised:
-        raise_if_out_of_memory(raised)
-        error = raised
-    fact = (
-        f"example: {spec} does not run on one sample of it, {describe_input(sample)}: {summary(view, error)}"
-    )
-    full = supernet.space.resolve(supernet.space.largest())
-    if failure(shared_view(supernet.network, full), x) is None:
-        advice = f"the largest subnet does run: {missing_entry(view, error)}"
-    else:
-        advice = (
-            "give a batch that the network takes, with the batch axis first: x[None] of one input x. If the "
-            "network needs larger batches, leave out example=: the first batch then is the example"
-        )
-    raise InvalidRequest(f"{fact}; {advice}") from error
+    except Exception as error:
+        raise_if_out_of_memory(error)
+        full = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
+        what = f"one sample of it, {describe_input(sample)}"
+        why, _ = not_running(view, error, x, full, what, BATCH_FIRST)
+        raise InvalidRequest(f"example: {spec} {why}") from error
 
 
 def samples_of(example: Any) -> Any:

@@ -20,7 +20,7 @@ from subnetact.insertion.units import Orders, Trial, UnitGroup, full_orders, per
 from subnetact.operators.layer_traits import traits_of
 from subnetact.space import SizeRow
 from subnetact.supernet.adapters import require_no_adapters
-from subnetact.supernet.batches import as_batch, as_pair, call_with, logits, map_tensors
+from subnetact.supernet.batches import as_batch, as_pair, call_with, logits
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -82,7 +82,7 @@ def reorder_(
             `subnetact.insertion.ChannelGroup` and returns one score per unit, or None to leave the group as
             it is.
         example: a batch that the network takes, a tensor or a tuple or mapping of tensors. One input
-            suffices; a sequence has several tokens. If None, the first input of the first of `batches`.
+            suffices; a sequence has several tokens. If None, the first of `batches`.
         batches: pairs (inputs, labels); the inputs are a batch like `example`.
         loss: maps the output and labels to a scalar, for "taylor".
         output: maps what the network returns to what the loss takes. If not given, its logits, or the first
@@ -119,10 +119,9 @@ def reorder_(
         raise SpecError('reorder_: importance="taylor" needs batches, pairs (inputs, labels); got none')
     if example is None and not labelled:
         raise SpecError("reorder_ runs the network; give a batch that it takes, example=x")
-    tried = _first_input(labelled[0][0]) if example is None else as_batch(example)
-    example = labelled[0][0] if example is None else tried
+    example = labelled[0][0] if example is None else as_batch(example)
     row = supernet.space.resolve(supernet.space.largest())
-    trial = Trial(supernet.network, row, tried)
+    trial = Trial(supernet.network, row, example)
     chosen, kept = _chosen(unit_groups(supernet, trial), dimensions)
     scores = _scores(
         supernet.network, row, chosen, measure, labelled, lambda y, labels: loss(output(y), labels)
@@ -146,14 +145,6 @@ def reorder_(
             stacklevel=3,  # past the decorator
         )
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
-
-
-def _first_input(x: Any) -> Any:
-    """Return the first input of a batch of tensors, or the batch where it is not clear what that is."""
-    parts = x if isinstance(x, tuple) else x.values() if isinstance(x, dict) else (x,)
-    sizes = {part.shape[:1] if isinstance(part, Tensor) else None for part in parts}
-    clear = len(sizes) == 1 and not sizes & {None, torch.Size()}
-    return map_tensors(lambda t: t[:1], x) if clear else x
 
 
 def _measure(importance: str | Measure) -> Measure:

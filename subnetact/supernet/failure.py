@@ -41,6 +41,15 @@ def explained(
         raise kind(f"{subject} does not run on {describe_input(x)}: {why}") from error
 
 
+def not_running(
+    view: nn.Module, error: Exception, x: Any, full: nn.Module, what: str, advice: str
+) -> tuple[str, bool]:
+    """Return on what a view does not run and what to do then, and whether the full network runs."""
+    runs = failure(full, x) is None
+    advice = f"the largest subnet does run: {missing_entry(view, error)}" if runs else advice
+    return f"does not run on {what}: {summary(view, error)}; {advice}", runs
+
+
 def culprit(network: nn.Module, error: BaseException) -> str:
     """Name the innermost module that raised an error, `layer1.0.conv (Conv2d)`; "" if there is none."""
     path = _path(network, error)

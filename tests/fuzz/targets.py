@@ -84,7 +84,7 @@ WORDS = (
 )
 TABLE = subnetact.LatencyTable(
     ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
-    {"device": "cpu"}, [1, 2], [[[1.0, 2.0], [3.0, 6.0]]] * 2,
+    {"device": "cpu"},
 )  # fmt: skip
 
 
