@@ -34,7 +34,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
       sweep.py                             how a latency is measured
     serving/                             scheduling, policies, Batcher, simulate, pipelines (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
-    export/                              TorchScript, AOTInductor, ONNX, Triton
+    export/                              TorchScript, AOTInductor, ONNX, ExecuTorch, Triton
     simulate                             python -m subnetact.simulate: compares policies on a trace
     serve/                               python -m subnetact.serve: a bundle over HTTP
     cluster/                             build_app: replicas of the service on Ray Serve
