@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import Any
@@ -63,4 +62,6 @@ def _add_keyword(models: Any) -> None:
 
 
 def _add_model_type(_: Any) -> None:
-    import_module("subnetact.elastic.auto_classes").register()
+    from subnetact.elastic.auto_classes import register
+
+    register()

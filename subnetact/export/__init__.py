@@ -6,15 +6,15 @@
   and Python.
 * `onnx`: `to_onnx` writes one self-contained ONNX file per subnet.
 * `exported_engine`: `load_exported` runs what these two write.
-* `phones`: `to_executorch` writes one ExecuTorch program with a method per subnet.
+* `executorch`: `to_executorch` writes one ExecuTorch program, for phones, with a method per subnet.
 * `triton`: `to_triton` writes a model for NVIDIA Triton Inference Server; `triton_model` is its `model.py`.
 * `subnet_program`: what they share; it traces one subnet, compares, and writes the index of a folder.
   `input_axes` says which sizes inputs may have.
 """
 
+from subnetact.export.executorch import to_executorch
 from subnetact.export.exported_engine import ExportedEngine, load_exported
 from subnetact.export.onnx import to_onnx
-from subnetact.export.phones import to_executorch
 from subnetact.export.pt2 import to_pt2
 from subnetact.export.torchscript import to_torchscript
 from subnetact.export.triton import to_triton

@@ -343,7 +343,10 @@ class StepScheduler:
 
     def tick(self, now_ms: float) -> list[StepRequest]:
         """End the requests that wait in vain. Those in a step are answered by it, unless it hangs."""
-        overdue = [one for one in (*self._waiting, *self._active.values()) if one.due_ms < now_ms]
+        overdue = [one for one in self._active.values() if one.due_ms < now_ms]
+        for sheddable in (False, True):
+            ends = [bisect_left(self._waiting, end, key=ORDER) for end in ((sheddable,), (sheddable, now_ms))]
+            overdue += self._waiting[slice(*ends)]
         if not self.hangs(now_ms):
             running = [request for request, _ in self.step.parts] if self.step else []
             overdue = [one for one in overdue if self._drop and not one.tokens and one not in running]

@@ -73,7 +73,7 @@ class CommonTerms(Strict):
         terms = self if isinstance(self, kind) else kind()
         if texts:
             terms, fields = _validated(kind.model_validate_strings, dict(texts)), vars(self)
-            names = [name for name, _ in header_names(kind) if fields.get(name) is not None]
+            names = [name for name in kind.model_fields if fields.get(name) is not None]
             vars(terms).update((name, fields[name]) for name in names)
         values = vars(terms)
         for name in ("deadline_ms", "slo_ttft_ms", "slo_tpot_ms"):

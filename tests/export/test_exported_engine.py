@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from digits_exports import digits_engine, wrong_in_threads
 from torch import nn
 
 import subnetact
-from subnetact.digits import load_digits_supernet
 from subnetact.errors import (
     ExportError,
     FileFormatError,
@@ -29,11 +28,7 @@ IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def engine() -> subnetact.Engine:
-    supernet = load_digits_supernet()
-    space = supernet.space
-    specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
-    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[:1], accuracy=[60.0, 70.0, 80.0])
+    return digits_engine(IMAGES, accuracy=[60.0, 70.0, 80.0])
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +94,7 @@ def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -
 
 
 def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
-    want = [exported(IMAGES, subnet=i) for i in exported.ids]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(20):
-            if not torch.equal(exported(IMAGES, subnet=i), want[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(exported, IMAGES)
 
 
 def test_onnx_files_run_in_its_place(engine: subnetact.Engine, tmp_path: Path) -> None:

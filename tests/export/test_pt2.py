@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from digits_exports import wrong_in_threads
 
 import subnetact
 from subnetact.errors import ExportError, FileFormatError, InvalidRequest, MissingFile, SpecError
@@ -61,18 +61,7 @@ def test_torch_alone_runs_it_and_weights_are_stored_once(compiled: tuple[subneta
 
 
 def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
-    want = [exported(IMAGES, subnet=i) for i in exported.ids]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(20) if not torch.equal(exported(IMAGES, subnet=i), want[i]))
-
-    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(exported, IMAGES)
 
 
 def test_wrong_inputs_are_refused(exported: ExportedEngine) -> None:

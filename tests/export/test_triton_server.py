@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digits_exports import digits_engine
 from torch import nn
 
 import subnetact
-from subnetact.digits import load_digits_supernet
 from subnetact.export import to_triton
 
 ENVIRONMENT = os.environ.get("SUBNETACT_TRITON_ENV", "")
@@ -46,11 +46,7 @@ Answer = dict[str, np.ndarray[Any, Any]]
 
 @pytest.fixture(scope="module")
 def engine() -> subnetact.Engine:
-    supernet = load_digits_supernet()
-    space = supernet.space
-    specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
-    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[:1])
+    return digits_engine(IMAGES)
 
 
 class Own(nn.Module):
