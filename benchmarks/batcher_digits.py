@@ -11,24 +11,24 @@ import itertools
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
 
+import harness  # noqa: F401  # finds load_test
 import numpy as np
 import torch
-from batcher_client import ask_batcher
-from fifo import FifoBatcher
-from in_service import InService, measured_in_service
-from open_loop import Reply, Sent, run_open_loop, trace
+from load_test import Refused, Reply, Sent, run_open_loop, trace
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency, simulate
-from subnetact.errors import InvalidRequest
+from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency
+from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
-from subnetact.serving import Answer, Fixed, Policy
+from subnetact.serving import Answer, Context, Fixed, Policy
 
 __all__ = ["digits_section"]
 
@@ -41,6 +41,8 @@ LULL = 0.6
 CV2 = 4.0
 FIFO_DELAY_MS = 2.0
 MARGIN_MS = 10.0
+BATCHES_EACH = 25
+Read = Callable[[int, Answer], Reply]
 
 
 class Pages:
@@ -72,6 +74,91 @@ class Pages:
         return list(digits.view(len(inputs), PAGE))
 
 
+class FifoBatcher:
+    """A queue in an event loop and one thread that runs the model.
+
+    Args:
+        run: maps a list of inputs to their outputs.
+        max_batch: largest number of requests per batch.
+        max_delay_ms: how long the first request of a batch waits for others, in ms.
+    """
+
+    def __init__(
+        self, run: Callable[[Sequence[Any]], Sequence[Any]], max_batch: int, max_delay_ms: float
+    ) -> None:
+        self._run = run
+        self._max_batch = max_batch
+        self._max_delay_s = max_delay_ms / 1e3
+        self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
+        self._worker = ThreadPoolExecutor(1)
+
+    async def infer(self, x: Any) -> Any:
+        """Queue one input and wait for its output."""
+        future = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((x, future))
+        return await future
+
+    async def _serve(self) -> None:
+        loop, queue = asyncio.get_running_loop(), self._queue
+        while True:
+            batch = [await queue.get()]
+            until = loop.time() + self._max_delay_s
+            while len(batch) < self._max_batch:
+                if queue.empty():
+                    try:
+                        batch.append(await asyncio.wait_for(queue.get(), until - loop.time()))
+                    except TimeoutError:
+                        break
+                else:
+                    batch.append(queue.get_nowait())
+            outputs = await loop.run_in_executor(self._worker, self._run, [x for x, _ in batch])
+            for (_, future), output in zip(batch, outputs, strict=True):
+                if not future.done():
+                    future.set_result(output)
+
+    async def __aenter__(self) -> FifoBatcher:
+        self._task = asyncio.create_task(self._serve())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._worker.shutdown()
+
+
+class RandomPolicy:
+    """A policy that tries random subnets, each for `BATCHES_EACH` batches, as live policies stay with one."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table = table
+        self._rng = random.Random(0)
+        self._decisions = self._subnet = 0
+
+    def decide(self, context: Context) -> tuple[int, int]:
+        """Answer (subnet, batch size); half of the batches take all requests that wait, the others a part."""
+        if self._decisions % BATCHES_EACH == 0:
+            self._subnet = self._rng.randrange(len(self.table.subnets))
+        self._decisions += 1
+        most = min(context.queued, self.table.batch_sizes[-1])
+        return self._subnet, most if self._rng.random() < 0.5 else self._rng.randint(1, most)
+
+
+async def ask_batcher(
+    batcher: Batcher, pages: Sequence[Tensor], arrivals_ms: Sequence[float], slo_ms: float, read: Read
+) -> list[Sent]:
+    """Send a trace to a batcher in this process, in an open loop; `read` makes the reply from an answer."""
+
+    async def send(i: int, left_ms: float) -> Reply:
+        try:
+            return read(i, await batcher.infer(pages[i % len(pages)], left_ms))
+        except RequestError as error:
+            raise Refused(type(error).__name__) from error
+
+    return await run_open_loop(arrivals_ms, send, slo_ms)
+
+
 class Contest:
     """The engine, its tables, and the ways to serve a trace.
 
@@ -92,16 +179,21 @@ class Contest:
         gc.collect()
         gc.freeze()
 
-    def learn(self, seed: int) -> InService:
-        """Measure the latencies of batches in service, on the machine as it is now."""
-        capacity = 1e3 * SIZES[-1] / self.profile.latency_ms[-1, -1]
-        arrivals = trace("bursty", 0.6 * capacity, 3.0, CV2, 99 + seed).tolist()
-        file = self.folder / f"corrections-{seed}.json"
-        return measured_in_service(self.engine, self.profile, self.pages, arrivals, file)
+    def learn(self, seed: int) -> tuple[Path, float]:
+        """Return the file of latencies learned in service, and the pages/s that the largest subnet sustains.
 
-    def arrivals(self, live: InService, bursts: Sequence[float], seed: int) -> list[list[float]]:
+        That is at the largest batch size, on the machine as it is now.
+        """
+        profiled = 1e3 * SIZES[-1] / float(self.profile.latency_ms[-1, -1])
+        arrivals = trace("bursty", 0.6 * profiled, 3.0, CV2, 99 + seed).tolist()
+        file = self.folder / f"corrections-{seed}.json"
+        with Batcher(self.engine, policy=RandomPolicy(self.profile), slo_ms=1e4, learn=False) as batcher:
+            asyncio.run(ask_batcher(batcher, self.pages, arrivals, 1e4, self._read))
+        batcher.corrections.save(file)
+        return file, profiled / float(batcher.corrections.snapshot().mean[-1, -1])
+
+    def arrivals(self, capacity: float, bursts: Sequence[float], seed: int) -> list[list[float]]:
         """Make a trace as a list of parts: lulls and bursts in turn, with bursty arrivals inside each."""
-        capacity = capacity_qps(live)
         loads = [LULL, *(load for burst in bursts for load in (burst, LULL))]
         parts, start_ms = [], 0.0
         for i, load in enumerate(loads):
@@ -111,34 +203,22 @@ class Contest:
             start_ms += 1e3 * seconds
         return parts
 
-    def policies(self, table: LatencyTable) -> dict[str, Policy]:
+    def policies(self) -> dict[str, Policy]:
         """Make the policies that choose, and one fixed policy per subnet."""
+        table = self.profile
         choosing: dict[str, Policy] = {
             "SlackFit": SlackFit(table, slo_ms=SLO_MS, margin_ms=MARGIN_MS),
             "HullFit": HullFit(table, slo_ms=SLO_MS),
         }
         return choosing | {f"fixed {i}": Fixed(table, i) for i in range(len(self.engine.keys))}
 
-    def serve(self, name: str, live: InService, parts: list[list[float]]) -> dict[str, Any]:
-        """Serve a trace live and simulate the same trace."""
+    def serve(self, name: str, learned: Path, parts: list[list[float]]) -> dict[str, Any]:
+        """Serve a trace live."""
         arrivals = [t for part in parts for t in part]
-        with Batcher(self.engine, policy=self.policies(self.profile)[name], slo_ms=SLO_MS) as batcher:
-            batcher.corrections.load(live.corrections)
-            sent = asyncio.run(ask_batcher(batcher, self.pages, arrivals, SLO_MS, read=self._read))
-        found = self.judged(sent, parts)
-        predicted = simulate(
-            arrivals,
-            live.expected,
-            self.policies(live.planned)[name],
-            slo_ms=SLO_MS,
-            workers=1,
-            expired="drop",
-            noise=live.noise,
-            overhead_ms=live.overhead_ms,
-        )
-        found["attainment_in_batcher"] = batcher.stats().met / len(arrivals)
-        found["predicted_attainment"] = predicted.attainment
-        return found
+        with Batcher(self.engine, policy=self.policies()[name], slo_ms=SLO_MS) as batcher:
+            batcher.corrections.load(learned)
+            sent = asyncio.run(ask_batcher(batcher, self.pages, arrivals, SLO_MS, self._read))
+        return self.judged(sent, parts)
 
     def _read(self, i: int, answer: Answer) -> Reply:
         return self._marked(i, answer.output, answer.subnet)
@@ -181,11 +261,6 @@ class Contest:
         return self.judged(asyncio.run(main()), parts)
 
 
-def capacity_qps(live: InService) -> float:
-    """Return the pages per second that the largest subnet sustains at the largest batch size."""
-    return 1e3 * SIZES[-1] / float(live.expected.latency_ms[-1, -1] + live.overhead_ms)
-
-
 def digits_section(seeds: Sequence[int], part_s: float) -> dict[str, Any]:
     """Run every contender on the trace of every seed, in random order; return medians over the seeds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -213,23 +288,20 @@ def _runs(
     facts = []
     rng = random.Random(0)
     for seed in tqdm(seeds, desc="digits"):
-        live = contest.learn(seed)
+        learned, capacity = contest.learn(seed)
         order_of_bursts = random.Random(seed).sample(BURSTS, len(BURSTS))
-        parts = contest.arrivals(live, order_of_bursts, seed)
+        parts = contest.arrivals(capacity, order_of_bursts, seed)
         facts.append(
             {
-                "capacity_qps": capacity_qps(live),
+                "capacity_qps": capacity,
                 "requests": sum(map(len, parts)),
                 "bursts_in_order": order_of_bursts,
-                "factor": live.factor,
-                "noise": live.noise,
-                "overhead_ms": live.overhead_ms,
             }
         )
         calls: dict[str, Callable[[], dict[str, Any]]] = {
             f"FIFO, fixed {i}": partial(contest.serve_fifo, i, parts) for i in range(len(contest.engine.keys))
         }
-        calls |= {name: partial(contest.serve, name, live, parts) for name in contest.policies(live.planned)}
+        calls |= {name: partial(contest.serve, name, learned, parts) for name in contest.policies()}
         order = list(calls)
         rng.shuffle(order)
         for name in order:
@@ -248,7 +320,4 @@ def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
     result["by_burst"] = {
         load: median(run["by_burst"][load] for run in found) for load in found[0]["by_burst"]
     }
-    if "predicted_attainment" in found[0]:
-        result["attainment_in_batcher"] = [run["attainment_in_batcher"] for run in found]
-        result["predicted_attainment"] = [run["predicted_attainment"] for run in found]
     return result

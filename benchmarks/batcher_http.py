@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from open_loop import ask_server, summary, trace
+from harness import ROOT
+from load_test import ask_server, summary, trace
 from tqdm import tqdm
 
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
@@ -31,8 +32,7 @@ __all__ = ["http_section"]
 SLO_MS = 60.0
 RESERVE_MS = 10.0
 CV2 = 4.0
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+LITSERVE = ROOT / "benchmarks" / "litserve_server.py"
 
 
 def http_section(
@@ -85,7 +85,11 @@ def _start(stack: ExitStack, bundle: str, fixed: Sequence[int]) -> dict[str, tup
             server = ["-m", "subnetact.serve", "--policy", policy, *options]
             commands[f"ours in {where}, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
     for i in fixed:
-        commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]
+        commands[f"LitServe, fixed {i}"] = [
+            str(ROOT / "benchmarks" / "litserve_server.py"),
+            "--subnet",
+            str(i),
+        ]
     servers = {}
     for name, command in commands.items():
         port = _free_port()

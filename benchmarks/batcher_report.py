@@ -4,68 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from results_section import write_section
+from harness import RESULTS
 
 __all__ = ["report"]
 
 OURS = ("SlackFit", "HullFit")
-LONGEST_LAG_MS = 5.0
 
 
-def report(result: dict[str, Any], out: Path) -> None:
-    """Plot the result, and write its tables into results/batcher.md."""
-    _plot(result, out.with_suffix(".png"))
-    lines = [*_null(result["null"]), *_digits(result["digits"])]
-    lines += [*_replay(result["replay"]), *_http(result["http"])]
-    write_section("batcher", lines)
+def report(result: dict[str, Any]) -> list[str]:
+    """Plot the result, and return the lines of results/batcher.md."""
+    _plot(result, RESULTS / "batcher.png")
+    return [*_digits(result["digits"]), *_http(result["http"])]
 
 
 def _where(section: dict[str, Any]) -> str:
     on = section["machine"]
     machine = f"{on['device_name']}, {on['cpus']} CPUs, torch {on['torch']}, Python {on['python']}"
     return f"{machine}, switch interval {section['switch_interval_ms']:g} ms"
-
-
-def _null(found: dict[str, Any]) -> list[str]:
-    qps, added = found["requests_per_second"], found["added_latency_ms"]
-    repeats = len(found["all_requests_per_second"]["asyncio"])
-    return [
-        f"**A model that does nothing** ({_where(found)}; medians of {repeats} runs). The clients are "
-        f"{found['clients']} coroutines or {found['threads']} threads. Inputs are stacked, every answer is "
-        "checked against its input, and SlackFit decides. Added latency is measured in an open loop with "
-        "equal gaps, from when a request was due. `one core`: batcher and clients share a core, so that the "
-        "GIL is not handed over between cores (the clock that wakes the clients runs on the other core). `no "
-        "batcher`: the latency that the measurement itself adds.",
-        "",
-        "| | requests/s |",
-        "|---|---|",
-        *(f"| {name} | {value:,.0f} |" for name, value in qps.items()),
-        "",
-        "| added latency, ms | p50 | p99 | p99 of every run | max |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {name} | {t['p50']:.2f} | {t['p99']:.2f} | "
-            + ", ".join(f"{p99:.2f}" for _, p99, _ in found["all_added_latency_ms"][name])
-            + f" | {t['max']:.1f} |"
-            for name, t in added.items()
-        ),
-        "",
-        "The naive batcher has no deadlines, no choice of subnets and no counters. Our batcher has "
-        f"{found['ratio_to_naive']:.2f} times its throughput.",
-        "",
-        "One call of a runner that stacks float32 inputs and returns the first number of each, in this "
-        "process and in a worker process, in us per batch:",
-        "",
-        "| batch | thread | process |",
-        "|---|---|---|",
-        *(
-            f"| {batch} | {us['thread']:.0f} | {us['process']:.0f} |"
-            for batch, us in found["us_per_batch"].items()
-        ),
-    ]
 
 
 def _cell(contender: dict[str, Any]) -> str:
@@ -96,7 +53,6 @@ def _ranked(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _digits(found: dict[str, Any]) -> list[str]:
     contenders, seeds, bursts = _ranked(found), found["seeds"], found["bursts"]
     lines = [
-        "",
         f"**The digits supernet, live** ({_where(found)}, one torch thread). A request is a page of 16 "
         f"digits, due in {found['slo_ms']:g} ms. A trace has lulls of {2 * found['part_s']:g} s at load "
         f"{found['lull']:g} and, between them, bursts of {found['part_s']:g} s at loads "
@@ -129,50 +85,7 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"{', '.join(ahead)}. For each burst alone, the best fixed contender is:",
         "",
         *_best_of_bursts(contenders, bursts),
-        "",
-        "**Predicted and real.** Attainment in the simulator and in the batcher on the same arrivals, in "
-        "percent and by seed. The simulator's latencies, their noise (both without the slowest 3 % of the "
-        "batches) and the time between two batches were measured on another trace. Under overload, a "
-        "difference of a few percent in speed changes attainment by many points.",
-        "",
-        "| | predicted | real | largest difference |",
-        "|---|---|---|---|",
     ]
-    for name, contender in contenders.items():
-        if "predicted_attainment" not in contender:
-            continue
-        predicted, real = contender["predicted_attainment"], contender["attainment_in_batcher"]
-        shown = (", ".join(f"{100 * value:.1f}" for value in values) for values in (predicted, real))
-        off = max(abs(p - r) for p, r in zip(predicted, real, strict=True))
-        lines.append(f"| {name} | {' | '.join(shown)} | {100 * off:.1f} |")
-    return lines
-
-
-def _replay(found: dict[str, Any]) -> list[str]:
-    runs = [run for run in found["runs"] if run["client_lag_p99_ms"] <= LONGEST_LAG_MS]
-    loads, seeds = (list(dict.fromkeys(run[key] for run in runs)) for key in ("load", "seed"))
-    left_out = len(found["runs"]) - len(runs)
-    lines = [
-        "",
-        "The same comparison with an engine that sleeps for the A40 latencies of SuperServe's authors, so "
-        f"that batches take the time that their table says ({_where(found)}; bursty arrivals of CV^2 "
-        f"{found['cv2']:g} for {found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is the arrival rate "
-        f"over the rate that the largest subnet sustains, {found['capacity_qps']:.0f}/s). Each cell shows "
-        f"the predicted and the **real** attainment in percent, medians of {len(seeds)} seeds, and the "
-        f"median difference in points. {left_out} of {len(found['runs'])} runs are left out because the "
-        f"machine stalled: the client itself sent more than {LONGEST_LAG_MS:g} ms late at p99.",
-        "",
-        f"| | {' | '.join(f'load {load:g}' for load in loads)} |",
-        f"|{'---|' * (len(loads) + 1)}",
-    ]
-    for policy in dict.fromkeys(run["policy"] for run in runs):
-        cells = []
-        for load in loads:
-            own = [run for run in runs if (run["policy"], run["load"]) == (policy, load)]
-            predicted, real = (median(run[key] for run in own) for key in ("predicted", "real"))
-            off = median(abs(run["predicted"] - run["real"]) for run in own)
-            cells.append(f"{predicted:.1f}, **{real:.1f}**; {off:.2f}")
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
     return lines
 
 

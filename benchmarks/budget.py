@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 from distill import Chunks, package_folder, smollm2_model, smollm2_texts
-from interleaved_passes import interleaved_ms
+from harness import interleaved_ms, write_section
 from peers import import_torchvision
-from results_section import write_section
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from open_loop import HttpClient, Reply, Sent, run_open_loop, trace
-from results_section import write_section
+from harness import write_section
+from load_test import HttpClient, Reply, Sent, run_open_loop, trace
 
 from subnetact import profile_latency
 from subnetact.device import machine

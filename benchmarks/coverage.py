@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 from hand_networks import GPT, NETWORKS
+from harness import write_section
 from peers import import_torchvision
-from results_section import write_section
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
 from torch.utils._pytree import tree_leaves

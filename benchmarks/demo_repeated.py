@@ -23,7 +23,7 @@ from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 from typing import Any
 
-from results_section import write_section
+from harness import write_section
 from tqdm import tqdm
 
 from subnetact.files.documents import write_json

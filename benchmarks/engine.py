@@ -31,10 +31,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from bar_plot import plot_bars
-from interleaved_passes import interleaved_ms, ratios
+from harness import interleaved_ms, plot_bars, ratios, write_section
 from peers import upstream_network
-from results_section import write_section
 from torch import Tensor
 from tqdm import tqdm
 

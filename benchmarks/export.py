@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_section import write_section
+from harness import write_section
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from export import build_driver
-from results_section import write_section
+from harness import write_section
 from torch import Tensor
 from tqdm import tqdm
 

@@ -38,7 +38,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from interleaved_passes import interleaved_ms, ratios
+from harness import interleaved_ms, ratios
 from torch import Tensor
 
 import subnetact

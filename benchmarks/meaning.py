@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import write_section
 from meaning_models import CASES, Case
 from meaning_reference import reference_of, relative_difference, tensors_in, used_elements
 from peers import import_torchvision
-from results_section import write_section
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -39,7 +39,7 @@ from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
-from results_section import write_section
+from harness import write_section
 from tqdm import tqdm
 
 from subnetact import __version__

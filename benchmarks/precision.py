@@ -1,14 +1,12 @@
 """Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
 
     python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
-        [--parts forward memory switch static packed small] [--out benchmarks/results/precision.json]
+        [--parts forward memory switch] [--out benchmarks/results/precision.json]
 
 All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
 passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
 are written after each cell, and cells that the file has already are not measured again: a run may be split.
-A machine that refuses a precision gets a row that says why. `--parts packed` measures what was tried for
-CPUs without VNNI (`packed_int8.py`), and `--parts small` decides about fused int8 programs of small
-networks (`SMALL_INT8` in `subnetact/engine/fusion_plan.py`), by CPU time of the thread. torchao is measured
+A machine that refuses a precision gets a row that says why. torchao is measured
 if it is installed. `--report` draws the plot of a measured file and writes its figures into
 results/precision.md.
 """
@@ -30,19 +28,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from bar_plot import plot_bars
-from interleaved_passes import interleaved_ms, ratios
-from linear import shares
-from packed_int8 import layers_of, packed_layers
-from results_section import write_section
+from harness import interleaved_ms, plot_bars, ratios, write_section
 from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
-from subnetact.digits import SIDE, load_digits_supernet
 from subnetact.operators.kernel_table import why_not
-from subnetact.operators.lowered_weight import CHUNK, LoweredWeight, _scaled
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
@@ -155,19 +147,6 @@ def refuses_int8(part: str, result: dict[str, Any]) -> bool:
     return why is not None
 
 
-def packed(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Measure int8 products with packed weights, which need no VNNI, over the layers of the families."""
-    found = result.setdefault("packed", {})
-    for family in args.families:
-        supernet = supernet_of(family)
-        network = supernet.extract(supernet.space.largest())
-        for batch in args.batch_sizes:
-            layers = layers_of(network, inputs_of(family, batch))
-            one = found.setdefault(family, {})[str(batch)] = packed_layers(layers, args.seconds / 100)
-            print(family, batch, f"{one['layers_ms']:.1f} ms", one["ratio"], flush=True)
-            save(args, result)
-
-
 def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Count the resident memory of 1000 subnets at each precision, each in a process of its own."""
     if refuses_int8("memory", result):
@@ -226,60 +205,6 @@ def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
     save(args, result)
 
 
-def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Compare scales of activations that are measured in every call with one scale that is known before."""
-    if refuses_int8("static", result):
-        return
-    found = result["static"] = []
-    for rows in (128, 1024):
-        for features, out in ((768, 768), (768, 3072), (3072, 768)):
-            torch.manual_seed(0)
-            x, full, bias = torch.randn(rows, features), torch.randn(out, features), torch.randn(out)
-            low = LoweredWeight.made(full, 8)
-            known = float(x.abs().max()) / 127
-            runs: dict[str, Callable[[], Any]] = {
-                BASE: partial(nn.functional.linear, x, full, bias),
-                "scale_per_row": partial(low.product, x, bias),
-                "one_known_scale": partial(known_product, x, *low, bias, known),
-            }
-            shape = {"rows": rows, "features": features, "out": out}
-            found.append({**shape, **timed(runs, args.seconds / 10)})
-            print(shape, found[-1]["median_ms"], found[-1]["relative_error"], flush=True)
-            save(args, result)
-
-
-def small(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Compare fused int8 programs with int8 views in a network as small as the digits supernet."""
-    if refuses_int8("small", result):
-        return
-    found = result["small"] = []
-    supernet = load_digits_supernet()
-    space = supernet.enable_precision("int8")
-    for size in ("smallest", "largest"):
-        spec = space.at_precision(getattr(space, size)(), "int8")
-        for batch in args.batch_sizes:
-            x = torch.randn(batch, 1, SIDE, SIDE)
-            view, fused = (engine_of(supernet, spec, x, budget) for budget in (0.0, ROOMY_MB))
-            if not fused.pin(0):
-                raise RuntimeError(fused.pin(0).reason)
-            runs = {"view": partial(view, x, subnet=0), "fused": partial(fused, x, subnet=0)}
-            found.append({"size": size, "batch": batch, "of_view": shares(runs, args.seconds / 3)})
-            print(found[-1], flush=True)
-            save(args, result)
-
-
-def known_product(x: Tensor, weight: Tensor, scale: Any, bias: Tensor, known: float) -> Tensor:
-    """Compute what `product` computes, with one scale of the activations that is known before."""
-    short = torch.empty(x.shape, dtype=torch.int8)
-    count = max(1, CHUNK // x.shape[1])
-    buffer = x.new_empty(count, x.shape[1])
-    for i in range(0, len(x), count):
-        between = buffer[: len(x[i : i + count])]
-        torch.mul(x[i : i + count], 1 / known, out=between).round_().clamp_(-127, 127)
-        short[i : i + count].copy_(between)
-    return _scaled(torch._int_mm(short, weight.t()), x.new_full((1, 1), known).expand(len(x), 1), scale, bias)
-
-
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw the plot, and write the figures into results/precision.md."""
     on, cells = result["machine"], result["forward"]
@@ -327,9 +252,6 @@ PARTS = {
     "forward": forward,
     "memory": memory,
     "switch": switch,
-    "static": static,
-    "packed": packed,
-    "small": small,
 }
 
 
@@ -338,7 +260,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=["dynabert", "ofa_resnet50", "ofa_mbv3"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--precisions", nargs="+", default=["int8"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")

@@ -32,8 +32,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from harness import write_section
 from peers import import_torchvision
-from results_section import write_section
 from torch import Tensor, nn
 from tqdm import tqdm
 

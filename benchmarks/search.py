@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results_section import write_section
+from harness import write_section
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 

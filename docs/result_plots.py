@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-from bar_plot import plot_bars  # noqa: E402
+from harness import plot_bars  # noqa: E402
 
 
 class Bars(NamedTuple):
@@ -33,15 +33,6 @@ def _read(name: str) -> Any:
 
 def _machine(found: Mapping[str, Any]) -> str:
     return f"{found['device_name']}, torch {found['torch']}"
-
-
-def calibrate() -> Bars:
-    """The time of calibration, divided by upstream's."""
-    found = _read("calibrate")
-    kinds = {"independent": "independent subnets", "pareto": "subnets of a Pareto set"}
-    groups = [{"upstream": 1.0, "subnetact": found["speed"][kind]["ratio"]} for kind in kinds]
-    title = f"Calibration of {found['speed']['subnets']} subnets, {_machine(found['machine'])}"
-    return Bars(groups, list(kinds.values()), title, "time / upstream's time", 1.0)
 
 
 def cluster() -> Bars:
@@ -111,82 +102,13 @@ def export() -> Bars:
     return Bars(groups, labels, title, "bytes / weights and statistics", 1.0)
 
 
-def generation() -> Bars:
-    """Tokens in time, live and predicted."""
-    groups, labels, found = [], [], _read("generation")
-    for row in sorted(found["sleeping"]["rows"], key=lambda row: row["load"]):
-        kinds = {"live": "live", "simulated": "predicted by the simulator"}
-        groups.append({text: 100 * row[kind]["attainment"] for kind, text in kinds.items()})
-        labels.append(f"{row['contender']}\nload {row['load']:g}")
-    title = f"Subnets that sleep for their latency, {_machine(found['sleeping']['machine'])}"
-    return Bars(groups, labels, title, "tokens in time, %")
-
-
-def linear() -> Bars:
-    """The time of fused programs, divided by that of the view."""
-    found = _read("linear")
-    groups = [row["of_view"] for row in found["networks"]]
-    labels = [
-        f"{row['layers']} layers of {row['width']}\n{row['batch']} x {row['tokens']} rows"
-        for row in found["networks"]
-    ]
-    title = f"Networks of linear layers, {_machine(found['machine'])}"
-    return Bars(groups, labels, title, "time / that of the view", 1.0)
-
-
-def papers() -> Bars:
-    """How long an urgent request waits."""
-    found = _read("papers")
-    kinds = {
-        "whole": "without preemption",
-        "blocks": "Preemptive",
-        "layer blocks": "Preemptive, after every layer block",
-    }
-    groups = [
-        {text: found["urgent"][kind][f"waited_{share}_ms"] for kind, text in kinds.items()}
-        for share in ("p50", "p99")
-    ]
-    title = f"An urgent request behind a running batch, {_machine(found['machine'])}"
-    return Bars(groups, ["median", "99th percentile"], title, "it waits, ms")
-
-
-def policy_live() -> Bars:
-    """How far one policy is ahead of the other, per reserve."""
-    groups, labels, found = [], [], _read("policy_live")
-    for part, what in (("pages", "digits in pages of 16"), ("sleeper", "an engine that sleeps as an A40")):
-        means = found[part]["means"]
-        reserves = sorted((name for name in means if name != "HullFit"), key=lambda n: float(n.split()[1]))
-        groups.append({f"{name} in reserve": means["HullFit"] - means[name] for name in reserves})
-        labels.append(what)
-    title = f"How far HullFit is ahead of each, {_machine(found['pages']['machine'])}"
-    return Bars(groups, labels, title, "right and in time, points")
-
-
-def profile_killed() -> Bars:
-    """How far two profiles of the same subnets differ."""
-    found = _read("profile_twice")
-    groups = [
-        {f"batch {size}": 100 * (ratio - 1) for size, ratio in zip((1, 4), ratios, strict=True)}
-        for ratios in found["p50"]["ratios"]
-    ]
-    labels = [f"subnet {i}\n{ms[0]:.0f} and {ms[1]:.0f} ms" for i, ms in enumerate(found["medians_ms"])]
-    title = f"The same subnets profiled twice, {_machine(found['machine'])}"
-    return Bars(groups, labels, title, "second median - first, %")
-
-
 FIGURES: dict[str, Callable[[], Bars]] = {
     each.__name__: each
     for each in (
-        calibrate,
         cluster,
         coverage,
         distill,
         export,
-        generation,
-        linear,
-        papers,
-        policy_live,
-        profile_killed,
     )
 }
 """Page of results -> what its figure shows."""

@@ -46,7 +46,6 @@ ROOMS = (
 )
 """What a user imports from, in the order of the map of the package."""
 SHOWN = {
-    "attention": ["attention.png"],
     "batcher": ["batcher.png"],
     "demo": ["../../examples/demo.png"],
     "engine": ["engine_ofa_resnet50.png", "engine_ofa_mbv3.png"],

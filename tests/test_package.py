@@ -163,7 +163,7 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
     for needed in (
         "profiling/on_gpu.sh",
         "tests/conftest.py",
-        "benchmarks/memory.py",
+        "benchmarks/engine.py",
         "LICENSE",
         "constraints.txt",
     ):

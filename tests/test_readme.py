@@ -151,7 +151,7 @@ def test_the_index_of_the_benchmarks_leads_to_every_script_and_every_result() ->
     assert len(index.encode()) <= 5000
     scripts = [path.name for path in folder.glob("*.py") if "__main__" in path.read_text()]
     scripts += [path.parent.name for path in folder.rglob("__main__.py")]
-    helpers = {"batcher_client.py", "cluster_server.py", "litserve_server.py"}  # Their scripts start them.
+    helpers = {"cluster_server.py", "litserve_server.py"}  # Their scripts start them.
     assert [name for name in scripts if name not in index and name not in helpers] == []
     links = re.findall(r"\]\(([^)]+)\)", index)
     assert [link for link in links if not (folder / link).exists()] == []
