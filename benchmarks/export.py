@@ -1,53 +1,58 @@
-"""Measures the TorchScript file: agreement with the supernet, size, load time, memory, switching in C++.
+"""Measures exports: agreement with the supernet, size, load time, memory, and the time of every route.
 
-    python benchmarks/export.py [--families ...] [--subnets 50] [--full] [--out FILE.json]
+    python benchmarks/export.py [--only torchscript formats routes] [--families ...] [--full]
     python benchmarks/export.py --report
+
+torchscript: outputs are compared before saving and after loading. A separate process loads the file after it
+has loaded a file whose network is the identity; its resident memory is what it has allocated, without pages
+of libraries. `resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB per operation
+of every class. The programs of `examples/cpp` are built and run (g++, cmake, ninja).
+formats: the same for the format with one program per subnet, ONNX, in a fresh process that has imported torch
+and onnxruntime and has run a convolution. Earlier rows are of formats that are gone.
+routes: how long one subnet takes as an ONNX file in onnxruntime, as a TorchScript file, as the fused Engine
+and as the view, in turns, at batch sizes 1, 2, 4 and 8, for three subnets of the digits supernet, of
+OFA-ResNet50 (random weights, 96 x 96 pixels) and of OFA-MobileNetV3.
 
 Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
 for the family, else random. `--full` adds ofa_resnet50 at its full size.
-
-Outputs are compared before saving and after loading. A separate process loads the file after it has loaded a
-file whose network is the identity. Its resident memory is what it has allocated, without pages of libraries.
-`resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB per operation of every
-class; `methods_alone` has the same figures for a second network that is the identity.
-
-`--report` writes the table in results/export.md from these results and those of export_formats.py.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from harness import write_section
+from harness import ROOT, Run, interleaved_ms, options_of, ratios, run, table
+from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
-from subnetact.device import machine
-from subnetact.export import to_torchscript
+from subnetact.digits import load_digits_supernet
+from subnetact.export import to_onnx, to_torchscript
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from small_families import small_inputs, small_supernet
-
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-FAMILIES = families()
 MIB = 2**20
+BATCHES = (1, 2, 5)
+CPU_ONLY = ["CPUExecutionProvider"]
 
 LOAD = """
 import gc, json, sys, time, torch
@@ -199,69 +204,242 @@ def torchscript(
     }
 
 
-# -- the report --------------------------------------------------------------------------------------
+# -- one program per subnet ---------------------------------------------------------------------------
 
 
-def report() -> str:
-    files = [RESULTS / "export.json", RESULTS / "export_formats.json"]
-    documents = [json.loads(file.read_text()) for file in files if file.exists()]
-    rows = [row for document in documents for row in document["rows"]]
-    about = documents[0]["machine"]
-    machine_line = f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}"
-    lines = [
-        f"{machine_line}; relative differences.",
-        "",
-        "| format | family | subnets | difference from eager | files, weights stored "
-        "| any subnet / any batch size in one file | MiB, relative to weights + statistics | load ms |",
-        "|---|---|---|---|---|---|---|---|",
+def folder_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def batch_of(example: Tensor, size: int) -> Tensor:
+    """Return a batch of `size` different inputs with the example's shape and dtype."""
+    if example.is_floating_point():
+        return torch.randn(size, *example.shape, generator=torch.Generator().manual_seed(size))
+    return torch.stack([example.roll(i) for i in range(size)])
+
+
+def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dynamic: bool = True) -> float:
+    """Return the largest difference from eager outputs, relative to the largest eager output."""
+    worst = 0.0
+    for i, spec in enumerate(engine.specs):
+        for size in BATCHES if dynamic else (1,):
+            x = batch_of(engine.sample, size)
+            with torch.inference_mode():
+                want = engine.supernet(x, subnet=spec)
+            worst = max(worst, float((run(i, x) - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def fresh(folder: Path) -> dict[str, float]:
+    """Load and run an exported folder in a separate process, and return its figures."""
+    command = [sys.executable, __file__, "--load", str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measurement(engine: subnetact.Engine, folder: Path, worst: float, pattern: str) -> dict[str, Any]:
+    files = len(list(folder.glob(pattern)))
+    return {
+        "subnets": len(engine),
+        "bit_equal": worst == 0.0,
+        "largest_relative_difference": worst,
+        "program_files": files,
+        "weights_stored": "per subnet",
+        "dynamic_subnet": False,
+        "dynamic_batch": True,
+        "bytes": folder_bytes(folder),
+        "bytes_of_weights": weight_bytes(engine.supernet),
+        **fresh(folder),
+    }
+
+
+def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
+    import onnxruntime
+
+    to_onnx(engine, folder)
+    sessions = [
+        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", providers=CPU_ONLY)
+        for i in range(len(engine))
     ]
-    for row in rows:
-        size = " (full size)" if row["size"] == "full" else ""
-        same = "none" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
-        dynamic = " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch"))
+    worst = agreement(engine, lambda i, x: torch.from_numpy(sessions[i].run(None, {"input": x.numpy()})[0]))
+    return measurement(engine, folder, worst, "*.onnx")
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process, without freed memory that the allocator keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def load_and_measure(folder: Path) -> dict[str, float]:
+    """Run in the fresh process: return the load time in ms and the growth of resident memory in MiB."""
+    torch.set_num_threads(1)
+    facts = json.loads((folder / "export.json").read_text())
+    dtype, shape = facts["sample"]
+    x = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    torch.conv2d(torch.zeros(1, 8, 64, 64), torch.zeros(8, 8, 3, 3))
+    before = resident_bytes()
+    start = time.perf_counter()
+    runs = [
+        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", options, providers=CPU_ONLY)
+        for i in range(len(facts["subnets"]))
+    ]
+    calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
+    load_ms = (time.perf_counter() - start) * 1e3
+    after = resident_bytes()
+    for call in calls:
+        call()
+    return {
+        "load_ms": round(load_ms, 1),
+        "resident_MiB_loaded": round((after - before) / MIB, 1),
+        "resident_MiB_after_runs": round((resident_bytes() - before) / MIB, 1),
+    }
+
+
+def routes(
+    name: str, supernet: Any, shape: tuple[int, ...], folder: Path, seconds: float
+) -> list[dict[str, Any]]:
+    """Return the latency of three subnets by every route, in ms on one thread."""
+    import onnxruntime
+
+    space = supernet.space
+    between = next(spec for spec in space.sample(1, 5) if spec not in (space.smallest(), space.largest()))
+    specs = [space.smallest(), between, space.largest()]
+    batches = {size: torch.randn(size, *shape) for size in (1, 2, 4, 8)}
+    engine = subnetact.Engine(
+        supernet, specs, example=batches[1], allow_uncalibrated=True, memory_budget_mb=2000
+    )
+    to_onnx(engine, folder / "onnx")
+    scripted: Any = to_torchscript(engine, folder / "model.pt")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    rows = []
+    for i, spec in enumerate(specs):
+        assert engine.is_fused(i), engine.stats().unfused
+        file = folder / "onnx" / f"subnet-{i}.onnx"
+        session = onnxruntime.InferenceSession(file, options, providers=CPU_ONLY)
+        view, number = supernet.subnet(spec), torch.tensor([i])
+        for size, x in batches.items():
+            runs: dict[str, Callable[[], Any]] = {
+                "onnxruntime": partial(session.run, None, {"input": x.numpy()}),
+                "Engine": partial(engine, x, i),
+                "TorchScript": partial(scripted, x, number),
+                "view": partial(view, x),
+            }
+            with torch.inference_mode():
+                for _ in range(3):  # TorchScript optimises in its first calls
+                    (onnx_output,), *outputs = [run() for run in runs.values()]
+                for output in (torch.from_numpy(onnx_output), *outputs[:-1]):
+                    torch.testing.assert_close(output, outputs[-1], atol=1e-3, rtol=1e-3)
+                times = interleaved_ms(runs, seconds)
+            row: dict[str, Any] = {
+                "network": name,
+                "subnet": ("smallest", "between", "largest")[i],
+                "batch_size": size,
+            }
+            row["passes"] = len(times["view"])
+            row["ms"] = {route: round(median(taken), 3) for route, taken in times.items()}
+            row["of_the_engine"] = {route: round(r, 3) for route, r in ratios(times, "Engine").items()}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+# -- parts and page ----------------------------------------------------------------------------------
+
+
+def sized(this: Run) -> list[tuple[str, str]]:
+    """Return the families with the sizes in which they are measured."""
+    full = [("ofa_resnet50", "full")] if this.args.full else []
+    return [(family, "small") for family in this.args.families] + full
+
+
+def torchscript_part(this: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        driver = build_driver(folder / "build")
+        write_nothing(folder / "nothing.pt")
+        found["methods_alone"] = load_alone(folder / "nothing.pt", folder / "nothing.pt")
+        for family, size in sized(this):
+            torch.manual_seed(0)
+            image = {"x": torch.randn(1, 3, this.args.image_size, this.args.image_size)}
+            full = size == "full"
+            supernet = load(family) if full else small_supernet(family)
+            inputs = image if full else small_inputs(family)
+            facts = torchscript(supernet, inputs, this.args.subnets, driver, folder)
+            found["rows"].append({"format": "TorchScript", "family": family, "size": size, **facts})
+    return found
+
+
+def formats_part(this: Run) -> dict[str, Any]:
+    rows = [row for row in this.known.get("formats", {}).get("rows", ()) if row["format"] != "ONNX"]
+    for family, size in sized(this):
+        torch.manual_seed(0)
+        full = size == "full"
+        supernet = load(family).eval() if full else small_supernet(family)
+        example = torch.randn(1, 3, 224, 224) if full else next(iter(small_inputs(family).values()))[:1]
+        specs = supernet.space.sample(0, 3 if full else 2)
+        engine = subnetact.Engine(supernet, specs, example=example, allow_uncalibrated=True)
+        with tempfile.TemporaryDirectory() as folder:
+            facts = onnx(engine, Path(folder) / "export")
+        rows.append({"family": family, "size": size, "format": "ONNX", **facts})
+    return {"rows": rows}
+
+
+def routes_part(this: Run) -> dict[str, Any]:
+    rows = []
+    torch.manual_seed(0)
+    for name in ("digits", "ofa_resnet50", "ofa_mbv3"):
+        supernet = load_digits_supernet() if name == "digits" else load(name).eval()
+        shape = (1, 16, 16) if name == "digits" else (3, 96, 96)
+        with tempfile.TemporaryDirectory() as folder:
+            rows += routes(name, supernet, shape, Path(folder), this.args.seconds)
+    return {"rows": rows}
+
+
+def report(known: dict[str, Any]) -> list[str]:
+    on = known["torchscript"]["machine"]
+    head = ["format", "family", "subnets", "difference from eager", "files, weights stored"]
+    head += ["any subnet / any batch size in one file", "MiB, relative to weights + statistics", "load ms"]
+    rows = []
+    for row in [*known["torchscript"]["rows"], *known["formats"]["rows"]]:
         share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
-        lines.append(
-            f"| {row['format']} | {row['family']}{size} | {row['subnets']} | {same} "
-            f"| {row['program_files']}, {row['weights_stored']} | {dynamic} "
-            f"| {row['bytes'] / MIB:.1f}, {share:.2f}x | {row['load_ms']:.0f} |"
+        rows.append(
+            [
+                row["format"],
+                row["family"] + (" (full size)" if row["size"] == "full" else ""),
+                row["subnets"],
+                "none" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}",
+                f"{row['program_files']}, {row['weights_stored']}",
+                " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch")),
+                f"{row['bytes'] / MIB:.1f}, {share:.2f}x",
+                f"{row['load_ms']:.0f}",
+            ]
         )
-    return "\n".join(lines)
+    where = f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}; relative differences."
+    return [where, "", *table(head, rows)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--subnets", type=int, default=50)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--image-size", type=int, default=96, help="of the full-size comparison")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", action="store_true")
-    args = parser.parse_args()
-    if args.report:
-        write_section("export", report().splitlines())
+    if sys.argv[1:2] == ["--load"]:  # the fresh process of `fresh`
+        print(json.dumps(load_and_measure(Path(sys.argv[2]))))
         return
-    torch.set_num_threads(1)
+    parts = {"torchscript": torchscript_part, "formats": formats_part, "routes": routes_part}
+    parser = options_of(__doc__, "export", parts)
+    parser.add_argument("--families", nargs="*", default=list(families()))
+    parser.add_argument("--subnets", type=int, default=50, help="of a TorchScript file")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--image-size", type=int, default=96, help="of TorchScript at full size")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per cell of the routes")
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
-    with tempfile.TemporaryDirectory() as folder:
-        driver = build_driver(Path(folder) / "build")
-        nothing = Path(folder) / "nothing.pt"
-        write_nothing(nothing)
-        result["methods_alone"] = load_alone(nothing, nothing)
-        for family in [*args.families, *(["full"] if args.full else [])]:
-            full = family == "full"
-            torch.manual_seed(0)
-            image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
-            supernet = load("ofa_resnet50") if full else small_supernet(family)
-            inputs = image if full else small_inputs(family)
-            about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "small"}
-            found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
-            result["rows"].append({"format": "TorchScript", **about, **found})
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    run(parser, "export", parts, report, ["onnxruntime"])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python benchmarks/policy_grid.py             # continues what an earlier run began; 30 minutes on one core
     python benchmarks/policy_grid.py --report    # write results/policy_grid.md and stop
     python benchmarks/policy_grid.py --ablate    # take mechanisms out of HullFit; 10 minutes on one core
-    python benchmarks/policy_grid.py --deadlines  # mixes of deadlines; 10 minutes on one core
 
 Every cell is one setting: a latency table, a number of workers, a load, the burstiness of the arrivals, and
 an SLO. All policies of a cell see the same arrivals. SlackFit (K = 4 and 8) has the margins of HullFit. The
@@ -18,10 +17,6 @@ it the mean lead falls by 0.05 points or more, the share of cells more than 0.5 
 percentage point, or HullFit falls 0.1 points further behind in the worst regular cell. The price of time that
 is plentiful stays for another reason: without it, two requests of the reference suite of `scheduling.py` are
 late, and none with it.
-
---deadlines gives each request a deadline of its own, of one SLO or of 20, in the regular cells and 40 random
-ones of each seed, into results/policy_grid_deadlines.json. HullFit plans with the deadlines that wait, or,
-for comparison, as if all had one SLO. Traces last 400 SLOs, or 24,000 requests if that is less.
 """
 
 from __future__ import annotations
@@ -72,9 +67,6 @@ REPEATS = 4
 Floats = npt.NDArray[np.float64]
 ABLATION = HERE / "results" / "policy_ablation.json"
 SEEDS = (71, 72, 73, 74)
-DEADLINES = HERE / "results" / "policy_grid_deadlines.json"
-URGENT_SHARES = {"all at 1 SLO": 1.0, "a tenth at 1 SLO, the rest at 20": 0.1, "all at 20 SLOs": 0.0}
-LONGER, DEADLINE_CELLS = 20.0, 40
 ABLATED_SEEDS, ABLATED_CELLS, ABLATED_REQUESTS = (31, 32, 33, 34), 100, 3000
 
 
@@ -202,12 +194,11 @@ class Trial:
 
     Args:
         cell: the cell.
-        requests: least number of requests; a trace lasts `slos` SLOs if that takes more, up to 8 times that.
+        requests: least number of requests; a trace lasts 40 SLOs if that takes more, up to 8 times that.
         repeat: number of the trace.
-        slos: how many SLOs a trace lasts at least.
     """
 
-    def __init__(self, cell: Cell, requests: int, repeat: int, slos: float = 40.0) -> None:
+    def __init__(self, cell: Cell, requests: int, repeat: int) -> None:
         self.cell = cell
         self.table = table = table_of(cell)
         best = int(np.argmax(table.accuracy))
@@ -215,7 +206,7 @@ class Trial:
         row = table.latency_ms[best]
         fits = row <= self.slo_ms
         rate = cell.load * cell.workers * float((np.array(table.batch_sizes)[fits] / row[fits]).max())
-        count = int(min(max(requests, slos * rate * self.slo_ms), 8 * requests))
+        count = int(min(max(requests, 40.0 * rate * self.slo_ms), 8 * requests))
         shape = 1.0 / cell.cv2
         gaps = np.random.default_rng([cell.seed, repeat]).gamma(shape, 1.0 / (shape * rate), count)
         self.arrivals = np.cumsum(gaps)
@@ -334,59 +325,6 @@ def ablation_summary(leads: Sequence[Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def deadline_rows(cells: Sequence[Cell], name: str, requests: int) -> dict[str, Any]:
-    """Return for each mix of deadlines what HullFit yields that plans with them, or as if all had one SLO."""
-
-    def one_slo(policy: HullFit, context: Any) -> list[tuple[float, int]]:
-        return [(policy.slo_ms, context.queued)]
-
-    rows: dict[str, Any] = {mix: {"own deadlines": [], "one SLO": []} for mix in URGENT_SHARES}
-    for cell in tqdm(cells, desc=f"deadlines, {name}"):
-        trial = Trial(cell, requests, 0, 400.0)
-        table, slo_ms, arrivals = trial.table, trial.slo_ms, trial.arrivals
-        chance = np.random.default_rng([cell.seed, 1]).random(len(arrivals))
-        for mix, share in URGENT_SHARES.items():
-            urgent = chance < share
-            times_ms = slo_ms * np.where(urgent, 1.0, LONGER)
-            for planned, kept in rows[mix].items():
-                with ExitStack() as stack:
-                    if planned == "one SLO":
-                        stack.enter_context(patch.object(HullFit, "_horizons", one_slo))
-                    policy = HullFit(table, slo_ms, MARGIN)
-                    given = arrivals, table, policy, times_ms, cell.workers, "drop"
-                    run = simulate(*given, requests=True, progress=False)
-                log: Any = run.log
-                missed = ~(log.finish_ms <= arrivals + times_ms)  # never answered: NaN
-                kept.append(
-                    {
-                        "effective_accuracy": run.effective_accuracy,
-                        "requests": [int(urgent.sum()), int((~urgent).sum())],
-                        "missed": [int(missed[urgent].sum()), int(missed[~urgent].sum())],
-                    }
-                )
-    return rows
-
-
-def _deadline_lines(document: dict[str, Any]) -> list[str]:
-    """Return the table of the mixes of deadlines."""
-    lines = [
-        "| cells | deadlines | effective accuracy, own deadlines | one SLO | missed of those at 1 SLO, own"
-        " deadlines | one SLO | missed of those at 20 SLOs, own deadlines | one SLO |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, mixes in document["cells"].items():
-        for mix, found in mixes.items():
-            accuracy = [mean(row["effective_accuracy"] for row in rows) for rows in found.values()]
-            missed = [
-                f"{sum(row['missed'][i] for row in rows)} of {sum(row['requests'][i] for row in rows)}"
-                for i in (0, 1)
-                for rows in found.values()
-            ]
-            shown = " | ".join([f"{value:.2f}" for value in accuracy] + missed)
-            lines.append(f"| {name} | {mix} | {shown} |")
-    return lines
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the bounds are about."""
     leads = [row["lead"] for row in rows]
@@ -436,8 +374,6 @@ def report(document: dict[str, Any]) -> None:
         ablation = json.loads(ABLATION.read_text())
         lines += ["", *_ablation_lines(ablation), "", f"![ablation]({ABLATION.stem}.png)"]
         draw_ablation(ablation["now"], ABLATION.with_suffix(".png"))
-    if DEADLINES.exists():
-        lines += ["", *_deadline_lines(json.loads(DEADLINES.read_text()))]
     write_section("policy_grid", lines)
 
 
@@ -503,7 +439,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000, help="least number of requests per trace")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_grid.json")
     parser.add_argument("--ablate", action="store_true", help="take mechanisms out of HullFit and stop")
-    parser.add_argument("--deadlines", action="store_true", help="mix deadlines and stop")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     if args.ablate:
@@ -516,14 +451,6 @@ def main() -> None:
         "numpy": np.__version__,
         "machine": platform.machine(),
     }
-    if args.deadlines:
-        groups = {f"regular, {workers} workers": regular_cells(workers) for workers in (1, 4)}
-        groups |= {f"random, seed {seed}": random_cells(DEADLINE_CELLS, seed) for seed in args.seeds}
-        mixed = {name: deadline_rows(found, name, args.requests) for name, found in groups.items()}
-        setting = {"requests": args.requests, "margin": MARGIN, "reserve": RESERVE, "longer": LONGER}
-        text = json.dumps({"setting": setting, "stamp": stamp, "cells": mixed}, separators=(",", ":"))
-        DEADLINES.write_text(text + "\n", encoding="utf-8")
-        return None
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.report:
         return report(document)

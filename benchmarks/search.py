@@ -4,32 +4,27 @@
             accuracies are kept in results/search_digits_accuracy.json, and an unfinished file is continued
   digits    compares the fronts that evolution and random search find with a tenth of these evaluations
             with the front of all subnets
-  budgets   compares evolution with random search on the digits at 50, 100 and 200 evaluations, for two costs
-  curse     measures by how much a search flatters the subnets that it chooses
-  predictor fits accuracy predictors to some of the true accuracies and predicts all others
   precision compares the Pareto front of the digits supernet with and without int8 subnets, on this machine
   families  compares evolution with random search on large spaces, with made-up accuracies and latencies
-  ablation  compares evolution with and without its surrogate, and random search, at equal evaluations
   costs     measures how many subnets per second the cost model counts, and torch's FlopCounterMode
   latency   fits the latency predictor to subnets that are measured on this machine
 
-`--report` draws the plots and writes the page results/search.md.
+`--report` draws the plots and writes the page results/search.md. What was measured once, the surrogate, few
+evaluations, the winner's curse and accuracy predictors, is in results/trials.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import write_section
+from harness import RESULTS, Run, options_of, run
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -42,15 +37,13 @@ from subnetact.digits import (
     SIDE,
     distort,
     load_digits_supernet,
-    read_digits,
     undistorted_digits,
 )
 from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import hypervolume, pareto_front
-from subnetact.nas.methods import METHODS, evolve
 from subnetact.spec import SubnetSpec
 
-TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
+TRUTH = RESULTS / "search_digits_accuracy.json"
 SEEDS = tuple(range(10))
 COPIES = 4
 """Distortions of each held-out digit."""
@@ -58,7 +51,7 @@ FAMILIES = ("ofa_resnet50", "ofa_mbv3")
 Objective = Callable[[SubnetSpec], float]
 
 
-def truth(args: argparse.Namespace) -> dict[str, Any]:
+def truth(this: Run) -> dict[str, Any]:
     """Evaluate every subnet of the digits supernet, those in the file excepted."""
     supernet = load_digits_supernet()
     specs = list(supernet.space.enumerate())
@@ -74,15 +67,15 @@ def truth(args: argparse.Namespace) -> dict[str, Any]:
         "machine": machine(torch.device("cpu")),
         "accuracy": [],
     }
-    if args.truth.exists():
-        before = json.loads(args.truth.read_text())
+    if this.args.truth.exists():
+        before = json.loads(this.args.truth.read_text())
         if before["supernet"] != data["supernet"]:
-            raise SystemExit(f"{args.truth} is of other weights; move it away")
+            raise SystemExit(f"{this.args.truth} is of other weights; move it away")
         data = before
     done = len(data["accuracy"])
     for start in tqdm(range(done, len(specs), 8), desc="blocks of 8 subnets"):
         data["accuracy"] += subnetact.evaluate(supernet, specs[start : start + 8], loader, calibration=pool)
-        with replacing(args.truth) as temporary:
+        with replacing(this.args.truth) as temporary:
             temporary.write_text(json.dumps(data) + "\n")
     return {"subnets": len(specs), "lowest": min(data["accuracy"]), "highest": max(data["accuracy"])}
 
@@ -145,9 +138,9 @@ def shares_of_all(runs: dict[str, list[subnetact.nas.SearchResult]]) -> dict[str
     }
 
 
-def digits(args: argparse.Namespace) -> dict[str, Any]:
+def digits(this: Run) -> dict[str, Any]:
     """Search a tenth of the digits space; the accuracies are true ones, the latency is the MACs."""
-    supernet, accuracy, macs, data = true_digits(args.truth)
+    supernet, accuracy, macs, data = true_digits(this.args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
     whole = hypervolume(points, reference)
@@ -166,7 +159,7 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
         macs.__getitem__,
         result["evaluations"],
         ("evolution", "random"),
-        SEEDS[: args.seeds],
+        SEEDS[: this.args.seeds],
     )
     for method, found in runs.items():
         shares = [share(run.evaluated, reference, whole) for run in found]
@@ -179,74 +172,12 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def budgets(args: argparse.Namespace) -> dict[str, Any]:
-    """Search the digits space with few evaluations; shares of the hypervolume of all its subnets."""
-    supernet, accuracy, macs, data = true_digits(args.truth)
-    model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
-    costs = {"MACs": macs, "parameters": {spec: model(spec).parameters / 1e6 for spec in accuracy}}
-    result: dict[str, Any] = {"what": data["what"], "seeds": 20, "shares": {}}
-    for name, cost in costs.items():
-        reference = min(accuracy.values()), max(cost.values())
-        whole = hypervolume([(accuracy[spec], cost[spec]) for spec in accuracy], reference)
-        for count in (50, 100, 200):
-            objectives = accuracy.__getitem__, cost.__getitem__
-            runs = searches(supernet, *objectives, count, ("evolution", "random"), range(20))
-            shares = {m: [share(run.evaluated, reference, whole) for run in some] for m, some in runs.items()}
-            result["shares"][f"{name}, {count} evaluations"] = shares
-            print(name, count, {m: np.round([*s[:3], np.mean(s)], 4).tolist() for m, s in shares.items()})
-    return result
-
-
-def curse(_: argparse.Namespace) -> dict[str, Any]:
-    """Choose Pareto sets on some held-out images and measure them on the others, over random divisions."""
-    supernet, (training, held_out) = load_digits_supernet(), read_digits()
-    model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
-    specs = supernet.space.sample(0, 150)
-    right = np.empty((len(specs), len(held_out.labels)))
-    for i, spec in enumerate(tqdm(specs, desc="images that subnets know")):
-        subnetact.calibrate(supernet, [spec], [training.images[:600]], progress=False)
-        with torch.inference_mode():
-            right[i] = (supernet.subnet(spec)(held_out.images).argmax(1) == held_out.labels).numpy()
-    macs, rng = [model(spec).macs for spec in specs], np.random.default_rng(0)
-    result: dict[str, Any] = {"subnets": len(specs), "divisions": 200, "points": {}}
-    for count in (75, 150, 300):
-        points = []
-        for _division in range(result["divisions"]):
-            order = rng.permutation(right.shape[1])
-            first, second = (100 * right[:, some].mean(1) for some in (order[:count], order[count:]))
-            chosen = pareto_front(range(len(specs)), cost=macs.__getitem__, gain=first.__getitem__)
-            points.append([(first - second)[chosen].mean(), (first - second).mean(), len(chosen)])
-        of_chosen, of_all, size = np.mean(points, 0)
-        result["points"][str(count)] = {
-            "chosen": of_chosen,
-            "all": of_all,
-            "flattery": of_chosen - of_all,
-            "deviation": float(np.std([one[0] - one[1] for one in points])),
-            "front": size,
-        }
-        print(count, result["points"][str(count)])
-    return result
-
-
-def predictor(args: argparse.Namespace) -> dict[str, Any]:
-    """Fit accuracy predictors to random digits subnets, and predict all others."""
-    supernet, accuracy, _, _ = true_digits(args.truth)
-    result: dict[str, Any] = {}
-    for count in (20, 40, 100):
-        specs = supernet.space.sample(0, count)
-        fitted = subnetact.nas.AccuracyPredictor.fit(supernet.space, specs, [accuracy[s] for s in specs])
-        off = [abs(fitted(spec) - accuracy[spec]) for spec in accuracy if spec not in set(specs)]
-        result[str(count)] = {"claimed": vars(fitted.error), "mean": np.mean(off), "worst": max(off)}
-        print(f"{count}: {fitted.error}; all others: {np.mean(off):.2f}, at worst {max(off):.2f}")
-    return result
-
-
-def precision(args: argparse.Namespace) -> dict[str, Any]:
+def precision(this: Run) -> dict[str, Any]:
     """Compare the fronts of true accuracy and measured latency with and without an axis of precisions.
 
     The candidates are the front of true accuracy and multiply-accumulates, at both precisions.
     """
-    supernet, accuracy, macs, _ = true_digits(args.truth)
+    supernet, accuracy, macs, _ = true_digits(this.args.truth)
     chosen = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
     space = supernet.enable_precision("int8")
     specs = [space.at_precision(spec, name) for spec in chosen for name in ("float32", "int8")]
@@ -267,11 +198,10 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     for i in range(len(specs)):
         engine.pin(i)
     table = subnetact.profile_latency(
-        engine, batch_sizes=args.batch, windows=3, max_windows=3, min_time_ms=30.0
+        engine, batch_sizes=this.args.batch, windows=3, max_windows=3, min_time_ms=30.0
     )
     differences = [b - a for a, b in zip(percent[::2], percent[1::2], strict=True)]
     return {
-        "machine": machine(torch.device("cpu")),
         "subnets": len(chosen),
         "int8_accuracy_minus_float32": {
             "mean": float(np.mean(differences)),
@@ -340,16 +270,19 @@ def large_space(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
     return supernet, made_up_accuracy(supernet.space), milliseconds
 
 
-def families(args: argparse.Namespace) -> dict[str, Any]:
+def families(this: Run) -> dict[str, Any]:
     """Compare evolution with random search on large spaces, with the same number of evaluations."""
     result: dict[str, Any] = {
         "what": "accuracy: a made-up saturating function of the choices; latency: a made-up 2 ms + 1 ms "
         "per 100 million multiply-accumulates + 1 ms per 50 MB of activations, at 224 px",
-        "evaluations": args.evaluations,
+        "evaluations": this.args.evaluations,
     }
     for family in FAMILIES:
         runs = searches(
-            *large_space(family), args.evaluations, ("evolution", "random"), SEEDS[: min(5, args.seeds)]
+            *large_space(family),
+            this.args.evaluations,
+            ("evolution", "random"),
+            SEEDS[: min(5, this.args.seeds)],
         )
         shares = shares_of_all(runs)
         result[family] = {
@@ -365,44 +298,12 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def ablation(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare evolution with and without its surrogate, and random search, at equal evaluations."""
-    METHODS["no_surrogate"] = partial(evolve, surrogate=False)
-    methods = ("evolution", "no_surrogate", "random")
-    result: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")),
-        "what": "share of hypervolume; the same evaluations for each method",
-    }
-    supernet, accuracy, macs, _ = true_digits(args.truth)
-    points = [(accuracy[spec], macs[spec]) for spec in accuracy]
-    reference = min(a for a, _ in points), max(m for _, m in points)
-    whole = hypervolume(points, reference)
-    for evaluations in (len(accuracy) // 10, len(accuracy) // 5):
-        runs = searches(
-            supernet, accuracy.__getitem__, macs.__getitem__, evaluations, methods, SEEDS[: args.seeds]
-        )
-        result[f"digits, {evaluations} evaluations"] = {
-            method: [share(run.evaluated, reference, whole) for run in found]
-            for method, found in runs.items()
-        }
-    for family in FAMILIES:
-        objectives = large_space(family)
-        for evaluations in (args.evaluations * 3 // 10, args.evaluations):
-            runs = searches(*objectives, evaluations, methods, SEEDS[: min(5, args.seeds)])
-            result[f"{family}, {evaluations} evaluations"] = shares_of_all(runs)
-    for name, shares in result.items():
-        if isinstance(shares, dict) and "evolution" in shares:
-            means = {method: float(np.mean(some)) for method, some in shares.items()}
-            print(f"{name}: " + ", ".join(f"{method} {100 * mean:.2f} %" for method, mean in means.items()))
-    return result
-
-
-def costs(_: argparse.Namespace) -> dict[str, Any]:
+def costs(_: Run) -> dict[str, Any]:
     """Measure how many subnets not seen before are counted per second of processor time.
 
     The cost model is compared with torch's FlopCounterMode around a forward pass over meta tensors.
     """
-    result: dict[str, Any] = {"machine": machine(torch.device("cpu"))}
+    result: dict[str, Any] = {}
     for family in FAMILIES:
         supernet = load(family)
         started = time.process_time()
@@ -427,7 +328,7 @@ def costs(_: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def latency(_: argparse.Namespace) -> dict[str, Any]:
+def latency(_: Run) -> dict[str, Any]:
     """Fit the latency predictor to subnets measured here."""
     supernet, shape = load_digits_supernet(), (1, SIDE, SIDE)
     specs = supernet.space.sample(0, 48)
@@ -436,7 +337,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
         engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, *shape), allow_uncalibrated=True)
         table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, windows=5)
     model = CostModel(supernet, torch.empty(1, *shape))
-    result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
+    result: dict[str, Any] = {"subnets": len(specs)}
     for column, batch_size in enumerate(table.batch_sizes):
         predictor = subnetact.nas.LatencyPredictor.fit(model, specs, table.latency_ms[:, column], batch_size)
         result[f"digits, batch {batch_size}"] = vars(predictor.error)
@@ -444,27 +345,12 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plots, and write the section of results/search.md."""
+def report(result: dict[str, Any]) -> list[str]:
+    """Draw the plots, and return the lines of results/search.md."""
     lines = []
     if "digits" in result and "families" in result:
-        plot(result, out)
+        plot(result)
         lines += fronts(result)
-    if "budgets" in result:
-        lines += few_evaluations(result["budgets"])
-    if "curse" in result:
-        lines += flattery(result["curse"])
-    if "predictor" in result:
-        lines += ["", "**Accuracy predictor** of the digits, fitted to random subnets, points off:", ""]
-        lines += [
-            "| fitted to | claimed: mean | at worst | all others: mean | at worst |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {count} | {e['claimed']['mean_percent']:.1f} | {e['claimed']['worst_percent']:.1f} | "
-            f"{e['mean']:.1f} | {e['worst']:.1f} |"
-            for count, e in result["predictor"].items()
-        ]
     if "latency" in result:
         lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
         lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
@@ -476,7 +362,7 @@ def report(result: dict[str, Any], out: Path) -> None:
         ]
     if "precision" in result:
         if result["precision"]["fronts"]:
-            plot_precision(result["precision"], out)
+            plot_precision(result["precision"])
         lines += precisions(result["precision"])
     if "costs" in result:
         on = result["costs"]["machine"]["device_name"]
@@ -491,7 +377,7 @@ def report(result: dict[str, Any], out: Path) -> None:
                 f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} | "
                 f"{c['flop_counter_subnets_per_s']:.0f} |"
             )
-    write_section("search", lines)
+    return lines
 
 
 def precisions(found: dict[str, Any]) -> list[str]:
@@ -556,43 +442,7 @@ def fronts(result: dict[str, Any]) -> list[str]:
     return [*lines, "", "![Fronts of evolution and random search](search.png)"]
 
 
-def few_evaluations(found: dict[str, Any]) -> list[str]:
-    """Return what searches find with few evaluations, as lines of Markdown."""
-    lines = [
-        "",
-        f"**Few evaluations** of the 864 digits subnets, {found['seeds']} seeds. Hypervolume as a share of "
-        "the whole space's:",
-        "",
-        "| | evolution: worst | mean | random: worst | mean |",
-        "|---|---|---|---|---|",
-    ]
-    return lines + [
-        f"| {name} | "
-        + " | ".join(f"{min(s[m]):.4f} | {np.mean(s[m]):.4f}" for m in ("evolution", "random"))
-        + " |"
-        for name, s in found["shares"].items()
-    ]
-
-
-def flattery(found: dict[str, Any]) -> list[str]:
-    """Return the winner's curse as lines of Markdown."""
-    lines = [
-        "",
-        f"**Winner's curse**: {found['subnets']} random digits subnets, each calibrated on 600 training "
-        "digits. The Pareto set of accuracy and MACs is chosen on some of the 599 held-out digits and "
-        f"measured on the others, over {found['divisions']} random divisions. By how many points the "
-        "accuracies of the chosen subnets fall more than those of all subnets:",
-        "",
-        "| images that choose | subnets chosen | points too high | deviation between divisions |",
-        "|---|---|---|---|",
-    ]
-    return lines + [
-        f"| {count} | {p['front']:.0f} | {p['flattery']:.1f} | {p['deviation']:.1f} |"
-        for count, p in found["points"].items()
-    ]
-
-
-def plot(result: dict[str, Any], out: Path) -> None:
+def plot(result: dict[str, Any]) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -619,11 +469,11 @@ def plot(result: dict[str, Any], out: Path) -> None:
         axis.set_title(f"{family}: {result['families']['evaluations']} evaluations")
     for axis in axes:
         axis.legend()
-    figure.savefig(out.with_suffix(".png"), dpi=110)
+    figure.savefig(RESULTS / "search.png", dpi=110)
     plt.close(figure)
 
 
-def plot_precision(result: dict[str, Any], out: Path) -> None:
+def plot_precision(result: dict[str, Any]) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -645,45 +495,19 @@ def plot_precision(result: dict[str, Any], out: Path) -> None:
         axis.set(xlabel=f"ms for a batch of {found['batch']}", ylabel="true accuracy (%)")
         axis.set_title(f"digits, {result['machine']['device_name']}", fontsize=10)
         axis.legend()
-    figure.savefig(out.with_name(f"{out.stem}_precision.png"), dpi=110)
+    figure.savefig(RESULTS / "search_precision.png", dpi=110)
     plt.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parts = {
-        "truth": truth,
-        "digits": digits,
-        "budgets": budgets,
-        "curse": curse,
-        "predictor": predictor,
-        "precision": precision,
-        "families": families,
-        "ablation": ablation,
-        "costs": costs,
-        "latency": latency,
-    }
-    default = [part for part in parts if part != "ablation"]
-    parser.add_argument("--parts", nargs="+", default=default, choices=list(parts))
-    parser.add_argument("--truth", type=Path, default=TRUTH, help="file of the true accuracies")
-    parser.add_argument(
-        "--evaluations", type=int, default=1000, help="evaluations per search of a large space"
-    )
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[8, 64], help="the batch sizes of part precision"
-    )
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
-    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.report:
-        return report(result, args.out)
-    for part in args.parts:
-        result[part] = parts[part](args)
-        args.out.write_text(json.dumps(result) + "\n")
-    return None
+    parts = {each.__name__: each for each in (truth, digits, precision, families, costs, latency)}
+    parser = options_of(__doc__, "search", parts)
+    add = parser.add_argument
+    add("--truth", type=Path, default=TRUTH, help="file of the true accuracies")
+    add("--evaluations", type=int, default=1000, help="per search of a large space")
+    add("--batch", type=int, nargs="+", default=[8, 64], help="the batch sizes of part precision")
+    add("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
+    run(parser, "search", parts, report)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def distill() -> Bars:
 
 def export() -> Bars:
     """The size of the files, divided by what they must hold."""
-    rows = [row for name in ("export", "export_formats") for row in _read(name)["rows"]]
+    rows = [row for part in ("torchscript", "formats") for row in _read("export")[part]["rows"]]
     families = list(dict.fromkeys(row["family"] for row in rows if row["size"] == "small"))
     groups: list[dict[str, float]] = [{} for _ in families]
     for row in rows:

@@ -1,6 +1,6 @@
 """Supernets of every family, small enough to be tested or exported in seconds, and inputs for them.
 
-The tests and `benchmarks/export.py` and `benchmarks/export_formats.py` use these.
+The tests and `benchmarks/export.py` use these.
 """
 
 from __future__ import annotations

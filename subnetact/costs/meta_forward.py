@@ -6,7 +6,7 @@ call are remembered by both, so that a new subnet runs only the blocks that no e
 that depends on anything else, such as an attribute that another module sets, is counted as in its first call.
 
 A `FlopCounterMode` around one forward pass per subnet counts 12 subnets of OFA-ResNet50 per second, and not
-a thousand (`benchmarks/search.py --parts costs`).
+a thousand (`benchmarks/search.py --only costs`).
 """
 
 from __future__ import annotations
