@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sysconfig
 import tempfile
 import time
@@ -33,17 +32,15 @@ from typing import Any
 
 import torch
 from distill import Chunks, package_folder, smollm2_model, smollm2_texts
-from harness import interleaved_ms, write_section
+from harness import Run, interleaved_ms, options_of, run
 from peers import import_torchvision
 from torch import Tensor
 from torch.nn import functional as F
 
 from subnetact import SubnetSpec, Supernet, calibrate, evaluate, insert_, reorder_, search
-from subnetact.device import machine
 from subnetact.nas import LatencyPredictor, LayerScores, score_layers
 from subnetact.training import distill_
 
-OUT = Path(__file__).parent / "results" / "budget.json"
 LENGTH, RANKS = 256, (16, 64)
 AXES: Mapping[str, tuple[tuple[str, ...], dict[str, list[float]]]] = {
     "ffn": (("ffn",), {"ffn": [1 / 12, 0.25, 0.5, 0.75, 1.0]}),
@@ -384,8 +381,8 @@ def pair(values: Sequence[float]) -> str:
     return " / ".join(f"{value:.1f}" for value in values)
 
 
-def report(known: dict[str, Any]) -> None:
-    """Write the tables of the page."""
+def report(known: dict[str, Any]) -> list[str]:
+    """Return the tables of the page."""
     lines = []
     if "ffn" in known:
         row = known["ffn"]
@@ -442,24 +439,20 @@ def report(known: dict[str, Any]) -> None:
             if share != "machine":
                 values = (", ".join(f"{row[name]:.1f}" for row in rows) for name in ("uniform", "chosen"))
                 lines += [f"| {share} | {' | '.join(values)} |"]
-    write_section("budget", lines)
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append", help="default: all parts")
-    parser.add_argument("--report", action="store_true", help="write the page from the figures")
-    args = parser.parse_args()
-    known: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
-    if args.report:
-        report(known)
-        return
-    import_torchvision()  # transformers imports it
-    torch.set_num_threads(1)
-    given = texts() if not args.only or set(args.only) - {"vectors", "norms"} else {}
-    for name in args.only or PARTS:
-        known[name] = {**PARTS[name](given), "machine": machine(torch.device("cpu"))}
-        OUT.write_text(json.dumps(known, indent=1) + "\n")
+    given: dict[str, Tensor] = {}
+
+    def part(name: str, this: Run) -> dict[str, Any]:
+        import_torchvision()  # transformers imports it
+        if not given and set(this.args.only or PARTS) - {"vectors", "norms"}:
+            given.update(texts())
+        return PARTS[name](given)
+
+    parts = {name: partial(part, name) for name in PARTS}
+    run(options_of(__doc__, "budget", parts), "budget", parts, report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares the engine with the alternatives: forward times, switching, memory, and eight threads at once.
 
     python benchmarks/engine.py [--families ofa_resnet50 ofa_mbv3] [--pixels 224] [--threads 1]
-        [--parts forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
+        [--only forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
 
 Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one process,
 in turns. A pass runs every contender once, in random order. A ratio is the median, over all passes, of a
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import os
 import random
@@ -31,7 +30,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import interleaved_ms, plot_bars, ratios, write_section
+from harness import RESULTS, Run, interleaved_ms, options_of, plot_bars, ratios, resident_mb, run, table
 from peers import upstream_network
 from torch import Tensor
 from tqdm import tqdm
@@ -39,7 +38,7 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import load
 from subnetact.comparison import FUSED, ROUNDED, equal
-from subnetact.device import machine, synchronize
+from subnetact.device import synchronize
 from subnetact.engine.ready_subnet import Bound
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
@@ -63,11 +62,6 @@ SWITCHES = {
     "upstream_extract_ms": "upstream: `get_active_subnet`, ms",
     "load_state_dict_from_disk_ms": "load an extracted network's weights from disk, ms",
 }
-
-
-def resident_mb() -> float:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
 def peak_resident_mb() -> float:
@@ -260,7 +254,7 @@ def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
     for name, environment in (("default", {}), ("frugal", FRUGAL)):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "hammer.json"
-            command = [sys.executable, __file__, "--parts", "hammer_here", "--families", family]
+            command = [sys.executable, __file__, "--only", "hammer_here", "--families", family]
             command += ["--hammer-seconds", str(args.hammer_seconds), "--threads", str(args.threads)]
             command += ["--device", args.device, "--out", str(out)]
             subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
@@ -340,13 +334,13 @@ def _hammered(
     }
 
 
-def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plots, and write the figures into results/engine.md."""
+def report(result: dict[str, Any]) -> list[str]:
+    """Draw the plots, and return the lines of results/engine.md."""
     on = result["machine"]
     for family, cells in result["forward"].items():
         labels = [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells]
         title = f"{family}, {result['pixels']} px, {on['device_name']}, {on['threads']} thread(s)"
-        figure = out.with_name(f"{out.stem}_{family}.png")
+        figure = RESULTS / f"engine_{family}.png"
         axis = "time / upstream's extracted network"
         plot_bars([cell["ratio"] for cell in cells], labels, title, axis, figure)
     lines = [
@@ -358,14 +352,13 @@ def report(result: dict[str, Any], out: Path) -> None:
         names = [name for name in cells[0]["ratio"] if name != BASE]
         earlier = list(cells[0].get("earlier", {}).get("ratio", ()))
         titles = [*names, *(f"{name} (another run)" for name in earlier)]
-        lines += ["", f"| {family} | ms | {' | '.join(titles)} |", f"|{'---|' * (len(titles) + 2)}"]
+        rows = []
         for cell in cells:
             found = [cell["ratio"][name] for name in names]
             found += [cell["earlier"]["ratio"][name] for name in earlier]
-            ratios = " | ".join(f"{one:.2f}" for one in found)
-            lines.append(
-                f"| {cell['size']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.1f} | {ratios} |"
-            )
+            what = f"{cell['size']}, batch {cell['batch']}"
+            rows.append([what, f"{cell['median_ms'][BASE]:.1f}", *(f"{one:.2f}" for one in found)])
+        lines += ["", *table([family, "ms", *titles], rows)]
     for family, found in result.get("switch", {}).items():
         lines += ["", f"| time to switch, {family} | |", "|---|---|"]
         lines += [f"| {SWITCHES[name]} | {value:.3g} |" for name, value in found.items()]
@@ -400,40 +393,33 @@ def report(result: dict[str, Any], out: Path) -> None:
         ]
         settings = ", ".join(f"`{name}={value}`" for name, value in some["environment"].items())
         lines += ["", f"The frugal run sets {settings}."]
-    write_section("engine", lines)
+    return lines
+
+
+def part_of(measure: Callable[[argparse.Namespace, str], Any], first: bool, this: Run) -> None:
+    """Measure a part for the families, or for the first of them, and keep each."""
+    this.known["pixels"] = this.args.pixels
+    for family in this.args.families[:1] if first else this.args.families:
+        this.known.setdefault(measure.__name__, {})[family] = measure(this.args, family)
+        this.save()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=["ofa_resnet50", "ofa_mbv3"])
-    parser.add_argument("--parts", nargs="+", default=["forward", "switch", "memory", "hammer"])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--pixels", type=int, default=224)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 5 passes")
-    parser.add_argument("--hammer-seconds", type=float, default=60.0)
-    parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
-    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
-    args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.report:
-        return report(result, args.out)
-    torch.set_num_threads(args.threads)
+    measures = (forward, switch, memory, hammer, hammer_here)
+    parts = {each.__name__: partial(part_of, each, each is not forward) for each in measures}
+    parser = options_of(__doc__, "engine", parts)
+    add = parser.add_argument
+    parser.set_defaults(only=[*parts][:-1])
+    add("--families", nargs="+", default=["ofa_resnet50", "ofa_mbv3"])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 16])
+    add("--pixels", type=int, default=224)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seconds", type=float, default=10.0, help="per forward cell, at least 5 passes")
+    add("--hammer-seconds", type=float, default=60.0)
+    add("--compile", action="store_true", help="also torch.compile, which takes minutes")
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
-    result.update(machine=machine(torch.device(args.device)), pixels=args.pixels)
-    parts = {"forward": forward, "switch": switch, "memory": memory}
-    parts.update(hammer=hammer, hammer_here=hammer_here)
-    for part in args.parts:
-        for family in args.families if part == "forward" else args.families[:1]:
-            result.setdefault(part, {})[family] = parts[part](args, family)
-            if part != "forward":
-                print(json.dumps(result[part][family], indent=1))
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return None
+    run(parser, "engine", parts, report, machine_of_each=False)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
 
     python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
-        [--parts forward memory switch] [--out benchmarks/results/precision.json]
+        [--only forward memory switch] [--out benchmarks/results/precision.json]
 
 All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
 passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
@@ -13,27 +13,22 @@ results/precision.md.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import gc
-import json
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from harness import interleaved_ms, plot_bars, ratios, write_section
+from harness import RESULTS, Run, interleaved_ms, options_of, plot_bars, ratios, resident_mb, run, table
 from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import load
-from subnetact.device import machine
 from subnetact.operators.kernel_table import why_not
 from subnetact.supernet.supernet import Supernet
 
@@ -120,45 +115,46 @@ def timed(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any]:
     }
 
 
-def forward(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    cells = result.setdefault("forward", [])
-    for family in args.families:
-        for batch in args.batch_sizes:
+def forward(this: Run) -> None:
+    cells = this.known.setdefault("forward", [])
+    for family in this.args.families:
+        for batch in this.args.batch_sizes:
             if any(cell["family"] == family and cell["batch"] == batch for cell in cells):
                 continue
             supernet = supernet_of(family)
-            refused = {name: why for name in args.precisions if (why := why_not(name, CPU))}
-            runnable = [name for name in args.precisions if name not in refused]
+            refused = {name: why for name in this.args.precisions if (why := why_not(name, CPU))}
+            runnable = [name for name in this.args.precisions if name not in refused]
             if runnable:
                 supernet.enable_precision(*runnable)
             runs = contenders(supernet, supernet.space.largest(), inputs_of(family, batch), runnable)
-            cells.append({"family": family, "batch": batch, "refused": refused, **timed(runs, args.seconds)})
+            facts = {"family": family, "batch": batch, "refused": refused}
+            cells.append({**facts, **timed(runs, this.args.seconds)})
             ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in cells[-1]["ratio"].items())
             print(f"{family} batch {batch}: {cells[-1]['median_ms'][BASE]:.1f} ms  {ratios}", flush=True)
-            save(args, result)
+            this.save()
 
 
-def refuses_int8(part: str, result: dict[str, Any]) -> bool:
+def refuses_int8(part: str, this: Run) -> bool:
     """Tell whether this machine refuses int8, and say so in the result."""
     why = why_not("int8", CPU)
     if why is not None:
-        result.setdefault("refused", {})[part] = why
+        this.known.setdefault("refused", {})[part] = why
         print(f"{part}: int8 is refused, {why}", flush=True)
     return why is not None
 
 
-def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def memory(this: Run) -> None:
     """Count the resident memory of 1000 subnets at each precision, each in a process of its own."""
-    if refuses_int8("memory", result):
+    if refuses_int8("memory", this):
         return
-    found = result.setdefault("memory", {})
-    for family in args.families:
+    found = this.known.setdefault("memory", {})
+    for family in this.args.families:
         for precision in ("float32", "int8"):
             if precision not in found.setdefault(family, {}):
                 with get_context("spawn").Pool(1) as pool:
                     found[family][precision] = pool.apply(memory_of, (family, precision))
                 print(family, precision, found[family][precision], flush=True)
-                save(args, result)
+                this.save()
 
 
 def memory_of(family: str, precision: str) -> dict[str, float]:
@@ -180,17 +176,12 @@ def memory_of(family: str, precision: str) -> dict[str, float]:
     }
 
 
-def resident_mb() -> float:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-
-def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def switch(this: Run) -> None:
     """Measure how long choosing another subnet takes, which differs in the precision only."""
-    if refuses_int8("switch_us", result):
+    if refuses_int8("switch_us", this):
         return
-    found = result.setdefault("switch_us", {})
-    for family in args.families:
+    found = this.known.setdefault("switch_us", {})
+    for family in this.args.families:
         supernet = supernet_of(family)
         space = supernet.enable_precision("int8")
         specs = [space.at_precision(space.largest(), name) for name in ("float32", "int8")]
@@ -202,16 +193,16 @@ def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
             taken.append((time.perf_counter_ns() - start) / 1e3)
         found[family] = median(taken)
         print(family, found[family], flush=True)
-    save(args, result)
+    this.save()
 
 
-def report(result: dict[str, Any], out: Path) -> None:
-    """Draw the plot, and write the figures into results/precision.md."""
+def report(result: dict[str, Any]) -> list[str]:
+    """Draw the plot, and return the lines of results/precision.md."""
     on, cells = result["machine"], result["forward"]
     labels = [f"{cell['family']}\nbatch {cell['batch']}" for cell in cells]
     title = f"largest subnets, {on['device_name']}, {on['threads']} thread(s)"
     times = [cell["ratio"] for cell in cells]
-    plot_bars(times, labels, title, "time / eager float32", out.with_suffix(".png"), top=1.6)
+    plot_bars(times, labels, title, "time / eager float32", RESULTS / "precision.png", top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
         f"{on['device_name']}, {on.get('instructions', 'AVX-512 VNNI')}, {on['threads']} thread(s), "
@@ -219,14 +210,12 @@ def report(result: dict[str, Any], out: Path) -> None:
         "time of the extracted float32 network in eager mode; the other columns are times divided by that "
         "time, medians over interleaved passes.",
         "",
-        f"| network | ms | {' | '.join(names)} |",
-        f"|{'---|' * (len(names) + 2)}",
     ]
+    rows = []
     for cell in result["forward"]:
-        ratios = " | ".join(f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names)
-        lines.append(
-            f"| {cell['family']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.0f} | {ratios} |"
-        )
+        shown = [f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names]
+        rows.append([f"{cell['family']}, batch {cell['batch']}", f"{cell['median_ms'][BASE]:.0f}", *shown])
+    lines += table(["network", "ms", *names], rows)
     refusals = {name: why for cell in result["forward"] for name, why in cell.get("refused", {}).items()}
     lines += ["", *(f"{name} is refused: {why}." for name, why in refusals.items())]
     lines += [
@@ -241,40 +230,18 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"| {family} | {exact['subnets']} | {exact['beyond_MiB']:.1f} | {low['beyond_MiB']:.1f} | "
             f"{low['lowered_MiB']:.1f} | {low['weights_MiB']:.1f} | {result['switch_us'][family]:.2f} |"
         )
-    write_section("precision", lines)
-
-
-def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-PARTS = {
-    "forward": forward,
-    "memory": memory,
-    "switch": switch,
-}
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parts = {"forward": forward, "memory": memory, "switch": switch}
+    parser = options_of(__doc__, "precision", parts)
     parser.add_argument("--families", nargs="+", default=["dynabert", "ofa_resnet50", "ofa_mbv3"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--precisions", nargs="+", default=["int8"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="draw, write the page in results/ and stop")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/precision.json"))
-    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    result = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.report:
-        return report(result, args.out)
-    torch.set_num_threads(args.threads)
-    result["machine"] = machine(CPU)
-    for part in args.parts:
-        PARTS[part](args, result)
-    return None
+    run(parser, "precision", parts, report, machine_of_each=False)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,6 @@ in eager mode. Parts, with `--only`:
 
 from __future__ import annotations
 
-import argparse
-import json
-import resource
 import tempfile
 import time
 import warnings
@@ -32,18 +29,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import write_section
+from harness import Run, options_of, resident_mb, run
 from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import families, load
-from subnetact.device import machine
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-OUT = Path(__file__).parent / "results" / "runtimes.json"
 ROOM_MB = 4000.0
 BACKENDS = ("onnxruntime", "openvino")
 TEXT = {"dynabert"}
@@ -215,10 +210,6 @@ def by_size() -> dict[str, Any]:
     return result
 
 
-def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
 def by_budget() -> dict[str, Any]:
     supernet, result = load("ofa_mbv3").eval(), dict[str, Any]()
     specs = supernet.space.sample(0, 10)
@@ -246,8 +237,8 @@ def by_budget() -> dict[str, Any]:
     return result
 
 
-def report(known: dict[str, Any]) -> None:
-    """Write the tables of the page."""
+def report(known: dict[str, Any]) -> list[str]:
+    """Return the tables of the page."""
     lines = list[str]()
     if "families" in known:
         names = ("zero-copy", "fused", *BACKENDS, *(f"{name} alone" for name in BACKENDS))
@@ -281,27 +272,20 @@ def report(known: dict[str, Any]) -> None:
             ours, cells = row["ours over alone"], [name, *(str(row[key]) for key in facts)]
             cells.append(f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f})")
             lines.append(f"| {' | '.join(cells)} |")
-    write_section("runtimes", lines)
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=("families", "sizes", "budget"), action="append")
+    parts: dict[str, Callable[[Run], Any]] = {
+        "families": lambda this: {**this.known.get("families", {}), **by_family(this.args.families)},
+        "sizes": lambda _: by_size(),
+        "budget": lambda _: by_budget(),
+    }
+    parser = options_of(__doc__, "runtimes", parts)
     parser.add_argument("--families", nargs="+", default=families(), help="default: all")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--report", action="store_true", help="write the page from the figures")
-    args = parser.parse_args()
-    known: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.report:
-        report(known)
-        return
     import_torchvision()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    parts = {"families": lambda: by_family(args.families), "sizes": by_size, "budget": by_budget}
-    for name in args.only or parts:
-        known[name] = {**known.get(name, {}), **parts[name](), "machine": machine(torch.device("cpu"))}
-        args.out.write_text(json.dumps(known, indent=1) + "\n")
+    run(parser, "runtimes", parts, report)
 
 
 if __name__ == "__main__":

@@ -2,33 +2,27 @@
 
 python benchmarks/scheduling.py                    # everything, about ten minutes on one core
 python benchmarks/scheduling.py --only scaling     # one section; the others keep their earlier numbers
+python benchmarks/scheduling.py --report           # writes the page
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import RESULTS, Run, options_of, run, table
 from papers.optimum import exact_optimum
-from scheduling_report import report
-from simulation_figures import plot_dynamics
 from tqdm import tqdm
 
-from subnetact import __version__
 from subnetact.latency import LatencyTable
 from subnetact.serving import (
     Context,
     Fixed,
-    HullFit,
     SlackFit,
     bursty,
     fluid_bound,
@@ -47,7 +41,6 @@ from subnetact.serving.simulation.figure import plot_comparison
 from subnetact.serving.simulation.simulator import WorkerEvent
 from subnetact.serving.simulation.traces import from_counts
 
-RESULTS = Path(__file__).parent / "results"
 TABLE = superserve_a40()
 SLO_MS = 36.0
 SETTING: dict[str, Any] = {"slo_ms": SLO_MS, "workers": 8, "expired": "serve"}
@@ -55,6 +48,7 @@ SLACKFITS = [f"slackfit:{k}" for k in (4, 8, 16, 32)]
 STRONG = ["hullfit", *SLACKFITS, "maxbatch", "fixed:0", "fixed:1", "fixed:2"]
 Floats = npt.NDArray[np.float64]
 Section = dict[str, Any]
+SETTING_IN_WORDS = "8 workers, SLO 36 ms, batches 1 to 16, rates x2.0, expired = serve, unless said"
 
 
 def reference_suite(scale: float = 2.0, seed: int = 0) -> Iterator[tuple[str, Floats]]:
@@ -66,7 +60,7 @@ def reference_suite(scale: float = 2.0, seed: int = 0) -> Iterator[tuple[str, Fl
     yield "maf", load_trace("maf", scale, seed)
 
 
-def run(name: str, trace: Floats, **settings: Any) -> dict[str, float]:
+def simulated(name: str, trace: Floats, **settings: Any) -> dict[str, float]:
     result = simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), **(SETTING | settings))
     return {
         "attainment": result.attainment,
@@ -82,7 +76,7 @@ def suite() -> Section:
     for seed in (0, 1, 2):
         names = list(dict.fromkeys([*SLACKFITS, *policy_names(TABLE)])) if seed == 0 else STRONG
         for trace_name, trace in tqdm(reference_suite(seed=seed), total=13, desc=f"suite, seed {seed}"):
-            rows = {name: run(name, trace) for name in names}
+            rows = {name: simulated(name, trace) for name in names}
             bound = fluid_bound(trace, TABLE, SLO_MS, workers=8)
             best = rows["hullfit"]["effective_accuracy"]
             other = max((rows[name]["effective_accuracy"], name) for name in names if name != "hullfit")
@@ -115,7 +109,7 @@ def load_scales() -> Section:
             "maf (first 40 s)": load_trace("maf", scale, seed=0, duration_s=40.0),
         }
         for trace_name, trace in traces.items():
-            rows = {name: run(name, trace) for name in names}
+            rows = {name: simulated(name, trace) for name in names}
             best = rows.pop("hullfit")
             other = max((row["effective_accuracy"], name) for name, row in rows.items())
             section[f"x{scale} {trace_name}"] = {
@@ -133,14 +127,14 @@ def robustness() -> Section:
     maf = load_trace("maf", 2.0)
     section: Section = {
         "maf, 5 % noise + 0.3 ms": {
-            name: run(name, maf, noise=0.05, overhead_ms=0.3) for name in ("hullfit", *SLACKFITS)
+            name: simulated(name, maf, noise=0.05, overhead_ms=0.3) for name in ("hullfit", *SLACKFITS)
         }
     }
     for qps in (21_000, 24_000):
         even = np.arange(0.0, 30_000.0, 1000.0 / qps)
         for kind, trace in (("even", even), ("poisson", poisson(qps, 30, seed=1))):
             section[f"{qps} qps {kind}, drop"] = {
-                name: run(name, trace, expired="drop")
+                name: simulated(name, trace, expired="drop")
                 for name in ("hullfit", "slackfit", "maxbatch", "fixed:0")
             }
             section[f"{qps} qps {kind}, drop"]["capacity_share"] = (
@@ -150,13 +144,13 @@ def robustness() -> Section:
     minimum = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
     for rule in ("serve", "drop"):
         section[f"maf with minimum accuracies, {rule}"] = {
-            name: run(name, maf, min_accuracy=minimum, expired=rule) for name in tqdm(("hullfit", "slackfit"))
+            name: simulated(name, maf, min_accuracy=minimum, expired=rule) for name in ("hullfit", "slackfit")
         }
     unclipped = from_counts(_maf_counts(), 120.0, 12_800)
     for kind, trace in (("maf", maf), ("maf unclipped", unclipped)):
         for rule in ("serve", "drop", "defer"):
             section[f"{kind}, 6 of 8 workers, {rule}"] = {
-                name: run(name, trace, workers=6, expired=rule) for name in ("hullfit", "fixed:0")
+                name: simulated(name, trace, workers=6, expired=rule) for name in ("hullfit", "fixed:0")
             }
     return section
 
@@ -202,7 +196,7 @@ def scaling() -> Section:
             while high - low > 0.01:
                 share = (low + high) / 2
                 trace = poisson(share * workers * 16 / 6.26507 * 1000, 3.0, seed=workers)
-                if run(name, trace, workers=workers)["attainment"] >= 0.999:
+                if simulated(name, trace, workers=workers)["attainment"] >= 0.999:
                     low = share
                 else:
                     high = share
@@ -310,7 +304,7 @@ def decision_times(name: str) -> dict[str, float]:
 
 
 def figures() -> Section:
-    """Draw attainment against accuracy, and the dynamics of HullFit, for three traces."""
+    """Draw attainment against accuracy for three traces."""
     drawn = []
     wanted = {"maf": "maf", "bursty 5550 cv2=8": "bursty", "time-varying tau=500": "time_varying"}
     for trace_name, trace in reference_suite():
@@ -332,11 +326,7 @@ def figures() -> Section:
         short = wanted[trace_name]
         bound = fluid_bound(trace, TABLE, SLO_MS, workers=8)
         plot_comparison(results, RESULTS / f"scheduling_{short}.png", trace_name, bound)
-        dynamics = simulate(trace, TABLE, HullFit(TABLE, slo_ms=SLO_MS), decisions=True, **SETTING)
-        plot_dynamics(
-            dynamics, trace, TABLE, RESULTS / f"scheduling_{short}_dynamics.png", f"HullFit, {trace_name}"
-        )
-        drawn += [f"scheduling_{short}.png", f"scheduling_{short}_dynamics.png"]
+        drawn.append(f"scheduling_{short}.png")
     return {"files": drawn}
 
 
@@ -353,29 +343,177 @@ SECTIONS: dict[str, Callable[[], Section]] = {
 }
 
 
+# -- the page ------------------------------------------------------------------------------------------
+
+COLUMNS = ("slackfit:4", "slackfit:8", "slackfit:16", "slackfit:32", "maxbatch", "modelswitching")
+
+PAPER = """\
+The paper measured 8 RTX 2080 Ti. Here the A40 table of its authors is simulated with all rates doubled, so
+that the workers are about as busy. Accuracy and attainment are comparable in kind, not digit by digit.
+"""
+
+
+def report(document: dict[str, Any]) -> list[str]:
+    """Return the page with the sections that the document holds."""
+    lines = [f"{SETTING_IN_WORDS}.", "", PAPER]
+    for name, write in (
+        ("suite", _suite),
+        ("load_scales", _load_scales),
+        ("robustness", _robustness),
+        ("faults", _faults),
+        ("scaling", _scaling),
+        ("small_instances", _small),
+        ("queueing_theory", _theory),
+        ("speed", _speed),
+    ):
+        if name in document:
+            lines += [*write(document[name]), ""]
+    return lines[:-1]
+
+
+def _cell(row: dict[str, float] | None) -> str:
+    return "" if row is None else f"{row['effective_accuracy']:.2f} ({row['missed']})"
+
+
+def _suite(section: dict[str, Any]) -> list[str]:
+    summary = section["summary"]
+    rows = []
+    for name, entry in section.items():
+        if name == "summary":
+            continue
+        policies = entry["policies"]
+        fixed = [row for policy, row in policies.items() if policy.startswith("fixed")]
+        best_fixed = max(fixed, key=lambda row: float(row["effective_accuracy"]))
+        shown = [_cell(policies.get(policy)) for policy in ("hullfit", *COLUMNS)]
+        rows.append([name, entry["requests"], *shown, _cell(best_fixed), f"{entry['gap_to_bound']:.3f}"])
+    return [
+        "## The reference suite: effective accuracy, % (missed requests)",
+        "",
+        *table(["trace", "requests", "hullfit", *COLUMNS, "best fixed", "hullfit to fluid bound"], rows),
+        "",
+        f"HullFit misses at most {summary['most_missed_share_hullfit']:.1e} of a trace's requests, is at "
+        f"most {summary['largest_gap_to_bound']:.3f} points below the fluid bound, and at least "
+        f"{summary['least_lead_over_next']:.3f} points above the next policy.",
+        "",
+        "SuperServe reports attainment above 0.999 on every bursty trace (mean 7000 qps), 0.991 to 1.0 on",
+        "the time-varying ones, and 0.99999 on MAF, 4.65 points above the best single model of equal",
+        "attainment. In this simulation SlackFit depends on the number of buckets, which the paper does not",
+        "give: K = 4 keeps 2 to 3 ms in reserve by accident and reaches these values; K = 8 to 32 do not on",
+        "the heavy traces.",
+    ]
+
+
+def _load_scales(section: dict[str, Any]) -> list[str]:
+    rows = [
+        [
+            name,
+            f"{row['hullfit']['effective_accuracy']:.3f}",
+            row["hullfit"]["missed"],
+            row["next"],
+            f"{row['next_effective_accuracy']:.3f}",
+            f"{row['loss']:.3f}",
+        ]
+        for name, row in section.items()
+        if isinstance(row, dict)
+    ]
+    return [
+        "## Other loads: HullFit against the best of SlackFit (K = 4, 8, 16, 32), MaxBatch and fixed subnets",
+        "",
+        *table(["load and trace", "hullfit", "missed", "best other", "its accuracy", "loss"], rows),
+        "",
+        f"Largest loss of HullFit against the best other policy: {section['largest_loss']:.3f} points of "
+        "effective accuracy.",
+    ]
+
+
+def _robustness(section: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, policies in section.items():
+        for policy, row in policies.items():
+            if isinstance(row, dict):
+                rows.append([name, policy, f"{row['attainment']:.6f}", f"{row['effective_accuracy']:.3f}"])
+    return [
+        "## Noise, overload, minimum accuracies, fewer workers",
+        "",
+        *table(["setting", "policy", "attainment", "effective accuracy"], rows),
+        "",
+        "Overload exceeds the capacity of 8 workers: 20,431 qps in full batches of the cheapest subnet.",
+    ]
+
+
+def _faults(section: dict[str, Any]) -> list[str]:
+    rows = []
+    for load, policies in section.items():
+        for policy, row in policies.items():
+            accuracy = row["accuracy_by_workers"].values()
+            rows.append(
+                [load, policy, f"{row['attainment']:.5f}", " / ".join(f"{value:.2f}" for value in accuracy)]
+            )
+    return [
+        "## One worker dies every 12 s, from 8 to 4",
+        "",
+        *table(["load", "policy", "attainment", "accuracy with 8 / 7 / 6 / 5 / 4 workers"], rows),
+        "",
+        "SuperServe reports an attainment of 0.999 down to 4 of 8 workers, with falling accuracy.",
+    ]
+
+
+def _scaling(section: dict[str, Any]) -> list[str]:
+    counts = list(next(iter(section.values())))
+    rows = [[policy, *(f"{row[count]:,}" for count in counts)] for policy, row in section.items()]
+    return [
+        "## Greatest Poisson rate (qps) with attainment >= 0.999, by workers",
+        "",
+        *table(["policy", *map(str, counts)], rows),
+        "",
+        "SuperServe reports linear scaling to about 33,000 qps on 32 workers, the limit of its router. The",
+        "simulator has no router, so only the workers limit the rate.",
+    ]
+
+
+def _small(section: dict[str, Any]) -> list[str]:
+    names = list(next(iter(section.values())))
+    rows = [
+        [key, *(f"{100 * row[name]:.2f}" for name in names)]
+        for key, row in section.items()
+        if isinstance(row, dict)
+    ]
+    rows.append(["mean", *(f"{100 * section[f'mean gap, {name}']:.2f}" for name in names)])
+    return [
+        "## Small instances: loss against the exact optimum of the zero-one program, %",
+        "",
+        *table(["8 or 12 requests, 1 or 2 workers", *names], rows),
+    ]
+
+
+def _theory(section: dict[str, Any]) -> list[str]:
+    rows = [
+        [load, f"{row['simulated_ms']:.4f}", f"{row['theory_ms']:.4f}", f"{100 * row['error']:+.2f} %"]
+        for load, row in section.items()
+    ]
+    return ["## M/D/1: mean wait, ms", "", *table(["load", "simulated", "theory", "error"], rows)]
+
+
+def _speed(section: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, value in section.items():
+        shown = (
+            ", ".join(f"{key}: {number:,}" for key, number in value.items())
+            if isinstance(value, dict)
+            else f"{value:,}"
+        )
+        rows.append([name, shown])
+    return ["## Speed", "", *table(["what", "measured"], rows)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "scheduling.json")
-    options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    document["stamp"] = {
-        "subnetact": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "machine": platform.machine(),
-        "table": dict(TABLE.stamp),
-        "setting": "8 workers, SLO 36 ms, batches 1 to 16, rates x2.0, expired = serve, unless said",
-    }
-    for name in options.only:
-        start = time.perf_counter()
-        document[name] = SECTIONS[name]()
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(report(document), encoding="utf-8")
-        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    parser = options_of(__doc__, "scheduling", SECTIONS)
+    parts = {name: partial(_measured, section) for name, section in SECTIONS.items()}
+    run(parser, "scheduling", parts, report, ["subnetact", "numpy"], machine_of_each=False)
+
+
+def _measured(section: Callable[[], Section], _: Run) -> Section:
+    return section()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ step() { # step NAME SECONDS COMMAND...
   [ "${PIPESTATUS[0]}" = 0 ] || { echo "== $name failed"; failed=1; }
 }
 step tests 180 "$python" -m pytest -m gpu --junitxml "$out/tests.xml"
-step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resnet50 --parts forward --batch-sizes 1 \
+step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resnet50 --only forward --batch-sizes 1 \
   --seconds 3 --compile --out "$out/engine.json"
 # Tables for profiling/tables/: 100 Pareto subnets, eager and as CUDA graphs. A sweep that is cut short is resumed
 # if this script is run again.
