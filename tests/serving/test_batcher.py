@@ -1,285 +1,327 @@
+"""The live batcher: every request gets its own answer, or one outcome of its own."""
+
+from __future__ import annotations
+
 import asyncio
 import concurrent.futures
 import json
 import math
+import os
+import signal
+import sys
 import threading
+import time
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from fake_runners import FOREVER, TABLE, Echo, NeverDecides, Timed, batcher_threads
 
+import subnetact
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
     DeadlinePassed,
     InvalidRequest,
-    PolicyError,
+    OutputNotFinite,
     ProfileMismatch,
     QueueFull,
 )
-from subnetact.serving.live.answers import AnswerFuture
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
-
-FOREVER = 1e7
-
-
-class Doubler:
-    """A runner that returns (subnet, 2 x), records its batches, and can be held or made to fail."""
-
-    def __init__(self, table):
-        self.keys = table.subnets
-        self.ran = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Semaphore(0)
-
-    def check(self, x):
-        if not isinstance(x, int):
-            raise InvalidRequest(f"x: {x!r} is not an int")
-
-    def run(self, subnet, inputs, batch_size):
-        self.entered.release()
-        assert self.gate.wait(20)
-        self.ran.append((subnet, list(inputs), batch_size))
-        if any(x < 0 for x in inputs):
-            raise RuntimeError("negative")
-        return [(subnet, 2 * x) for x in inputs]
+from subnetact.supernet.supernet import Supernet
 
 
-@pytest.fixture
-def engine(a40):
-    return Doubler(a40)
+def opened(engine: Any, policy: Any = None, **options: Any) -> Batcher:
+    return Batcher(engine, policy=policy or Fixed(engine.table, 0), **{"slo_ms": 36.0, **options})
 
 
-def held(engine, batcher):
-    """Occupy the only worker, so that further requests wait in the queue."""
-    engine.gate.clear()
-    first = batcher.submit(0, FOREVER)
-    assert engine.entered.acquire(timeout=20)
-    return first
+# -- answers ---------------------------------------------------------------------------------------
 
 
-def test_threads_get_their_own_answers(a40, engine):
+@pytest.mark.parametrize("policy", [SlackFit, HullFit])
+def test_threads_get_their_own_answers(a40: LatencyTable, policy: Any) -> None:
+    engine = Echo(a40)
     with (
-        Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), workers=2) as batcher,
+        opened(engine, policy(a40, slo_ms=36.0), workers=2) as batcher,
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         futures = list(pool.map(lambda x: batcher.submit(x, FOREVER), range(500)))
         for x, future in enumerate(futures):
             answer = future.result(20)
-            assert answer.output == (answer.subnet, 2 * x)
+            assert answer.output == x
             assert answer.accuracy == a40.accuracy[answer.subnet]
             assert answer.met
-            assert answer.latency_ms >= 0
+            assert answer.latency_ms >= answer.waited_ms >= 0
             assert answer.batch_size in a40.batch_sizes
         stats = batcher.stats()
-    assert (stats.submitted, stats.met, stats.queued) == (500, 500, 0)
-    assert stats.attainment == 1.0
+    assert (stats.submitted, stats.met, stats.queued, stats.attainment) == (500, 500, 0, 1.0)
     assert sum(stats.served_by.values()) == 500
     assert stats.batches == len(engine.ran) == sum(stats.batch_sizes.values())
 
 
-def test_asyncio_gets_its_own_answers(a40, engine):
-    before = set(threading.enumerate())
+def test_many_event_loops_share_one_batcher() -> None:
+    before = batcher_threads()
 
-    async def main():
-        async with Batcher(engine, policy=HullFit(a40, slo_ms=36.0)) as batcher:
-            answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(300)))
-        assert [answer.output[1] for answer in answers] == [2 * x for x in range(300)]
-        return batcher
+    async def ask(start: int) -> list[int]:
+        answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(start, start + 50)))
+        return [answer.output for answer in answers]
 
-    batcher = asyncio.run(main())
-    assert batcher.stats().met == 300
-    assert set(threading.enumerate()) <= before
+    async def close() -> None:
+        async with batcher:
+            assert (await batcher.infer(1)).output == 1, "with the usual time"
 
-
-def test_many_event_loops_at_once(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
-
-        async def ask(start):
-            answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(start, start + 50)))
-            return [answer.output[1] for answer in answers]
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            for start, outputs in zip(
-                range(4), pool.map(lambda s: asyncio.run(ask(1000 * s)), range(4)), strict=True
-            ):
-                assert outputs == [2 * x for x in range(1000 * start, 1000 * start + 50)]
+    batcher = opened(Echo(), SlackFit(TABLE, slo_ms=FOREVER))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda start: asyncio.run(ask(start)), range(0, 4000, 1000)))
+    assert found == [list(range(start, start + 50)) for start in range(0, 4000, 1000)]
+    asyncio.run(close())
+    assert batcher.stats().met == 201
+    assert batcher_threads() <= before
 
 
-def test_the_most_urgent_go_first_in_padded_batches(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 2), slo_ms=36.0) as batcher:
-        first = held(engine, batcher)
+def test_a_real_engine_answers_as_it_does_without_a_batcher(digits: Supernet) -> None:
+    images = torch.randn(40, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    space = digits.space
+    specs = [space.smallest(), space.spec(depth=2, expand=0.25, width=0.5), space.largest()]
+    subnetact.calibrate(digits, specs, [images], progress=False)
+    engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 1, 16, 16))
+    latency = [[1.0, 2.0, 3.0], [2.0, 3.0, 5.0], [5.0, 9.0, 16.0]]
+
+    def table(supernet: str) -> LatencyTable:
+        stamp = {"supernet": supernet}
+        return LatencyTable(engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], latency, stamp=stamp)
+
+    async def serve() -> list[Any]:
+        floors = [0.0, 65.0, 75.0, 0.0]
+        async with Batcher(engine, table=table(engine.fingerprint), slo_ms=FOREVER) as batcher:
+            for x in (images[0].double(), torch.zeros(1, 8, 8), "digit"):
+                with pytest.raises(InvalidRequest, match="input: "):
+                    batcher.submit(x)
+            asks = (batcher.infer(x, min_accuracy=floors[i % 4]) for i, x in enumerate(images))
+            return await asyncio.gather(*asks)
+
+    for i, answer in enumerate(asyncio.run(serve())):
+        expected = engine(images[i : i + 1], subnet=answer.subnet)[0]
+        torch.testing.assert_close(answer.output, expected, atol=5e-5, rtol=1e-4)
+        assert answer.subnet >= (0, 1, 2, 0)[i % 4]
+    with pytest.raises(ProfileMismatch, match="measured on supernet 0123"):
+        Batcher(engine, table=table("0123"), slo_ms=36.0)
+
+
+def test_the_most_urgent_go_first_in_padded_batches_and_the_log_tells_it(
+    a40: LatencyTable, tmp_path: Any
+) -> None:
+    engine, path = Echo(a40), tmp_path / "decisions.jsonl"
+    with opened(engine, Fixed(a40, 2), decision_log=path) as batcher:
+        first = engine.held(batcher)
         others = [batcher.submit(x, FOREVER - 100 * x) for x in range(1, 20)]
         engine.gate.set()
         concurrent.futures.wait([first, *others], 20)
     assert engine.ran == [
-        (2, [0], 1),
+        (2, ["first"], 1),
         (2, list(range(19, 3, -1)), 16),
         (2, [3, 2, 1], 4),
     ]
-
-
-def test_the_log_tells_what_was_decided(a40, engine, tmp_path):
-    path = tmp_path / "decisions.jsonl"
-    with Batcher(engine, policy=Fixed(a40, 1), slo_ms=36.0, decision_log=path) as batcher:
-        first = held(engine, batcher)
-        others = [batcher.submit(x, FOREVER) for x in range(3)]
-        engine.gate.set()
-        concurrent.futures.wait([first, *others], 20)
-    _, *seen = map(json.loads, path.read_text().splitlines())
-    assert [(d["queued"], d["s"], d["b"], len(d["a"])) for d in seen] == [(1, 1, 1, 1), (3, 1, 4, 3)]
+    seen = [one for one in map(json.loads, path.read_text().splitlines()) if "s" in one]
+    assert [(d["queued"], d["s"], d["b"], len(d["a"])) for d in seen] == [
+        (1, 2, 1, 1),
+        (19, 2, 16, 16),
+        (3, 2, 4, 3),
+    ]
     assert all(0 < d["slack"] <= FOREVER for d in seen)
 
 
-def test_expired_requests_are_answered_at_once_without_running(a40, engine):
-    now = [0.0]
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), clock_ms=lambda: now[0]) as batcher:
-        first = held(engine, batcher)
+def test_expired_requests_do_not_run_and_late_answers_say_so() -> None:
+    now, engine = [0.0], Echo()
+    with opened(engine, clock_ms=lambda: now[0], watchdog_ms=math.inf) as batcher:
+        first = engine.held(batcher, 5.0)
         late, live = batcher.submit(1, 10.0), batcher.submit(2, 100.0)
-        now[0] = 9.0
+        now[0] = 9.5
         engine.gate.set()
         with pytest.raises(DeadlinePassed, match="in time"):
             late.result(20)
-        assert live.result(20).output[1] == 4
-        assert first.result(20).met
+        answer = live.result(20)
+        assert (answer.output, answer.met, answer.waited_ms, answer.latency_ms) == (2, True, 9.5, 9.5)
+        answer = first.result(20)
+        assert (answer.met, answer.waited_ms, answer.latency_ms) == (False, 0.0, 9.5)
         stats = batcher.stats()
-    assert stats.dropped == 1
+    assert (stats.dropped, stats.late) == (1, 1)
     assert all(1 not in inputs for _, inputs, _ in engine.ran)
 
 
-def test_late_answers_say_so(a40, engine):
-    now = [0.0]
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), clock_ms=lambda: now[0]) as batcher:
-        engine.gate.clear()
-        future = batcher.submit(1, 20.0)
-        assert engine.entered.acquire(timeout=20)
-        now[0] = 25.0
+def test_a_demanding_request_gets_its_subnet_and_others_the_cheaper_one() -> None:
+    engine = Echo()
+    with opened(engine) as batcher:
+        first = engine.held(batcher)
+        demanding = batcher.submit(1, FOREVER, min_accuracy=79.0)
+        easy = batcher.submit(2, FOREVER)
         engine.gate.set()
-        answer = future.result(20)
-        assert (answer.met, answer.latency_ms) == (False, 25.0)
-        assert batcher.stats().late == 1
+        assert demanding.result(20).accuracy >= 79.0
+        assert [future.result(20).subnet for future in (first, easy)] == [0, 0]
 
 
-def test_only_the_guilty_request_fails(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 2), slo_ms=36.0) as batcher:
-        first = held(engine, batcher)
-        xs = [1, 2, 3, -4, 5, 6, 7, 8, 9, -10, 11, 12, 13, 14, 15, 16]
+def test_a_request_without_a_deadline_gets_the_usual_time_and_a_table_is_enough(tmp_path: Any) -> None:
+    engine = Timed()
+    log = tmp_path / "log.jsonl"
+    with Batcher(
+        engine, table=TABLE, slo_ms=40.0, clock_ms=engine.clock_ms, decision_log=log, learn=False
+    ) as batcher:
+        for factor, met in ((13.0, True), (14.0, False)):  # of the 3 ms that the best subnet takes
+            engine.factor = factor
+            answer = batcher.submit("x").result(20)
+            assert (answer.subnet, answer.met) == (1, met)
+        with pytest.raises(TypeError, match=r"submit\(\) got an unexpected keyword argument 'foo'"):
+            batcher.submit("x", foo=1)  # type: ignore[call-arg]
+    assert json.loads(log.read_text().splitlines()[0])["policy"] == "HullFit"
+
+
+@pytest.mark.parametrize("number", [np.float16(40.0), np.float32(40.0), np.int64(40), 40, 40.0])
+def test_a_deadline_of_any_number_type_is_kept_exactly(number: Any) -> None:
+    """On a clock that has run for days, 16-bit deadlines would be infinite and 32-bit ones 24 ms later."""
+    engine = Timed(factor=41.0)
+    engine.now = 1e9
+    with opened(engine, clock_ms=engine.clock_ms) as batcher:
+        assert batcher.submit(0, deadline_ms=number).result(60).met is False
+        batcher.submit(0, deadline_ms=1e308).result(60)
+        assert all(math.isfinite(h.total) for h in batcher.stats().histograms.values())
+
+
+def test_the_policy_hears_how_long_batches_took() -> None:
+    class Listening(Fixed):
+        heard: tuple[Any, ...] = ()
+
+        def observe(self, *facts: Any) -> None:
+            self.heard += (facts,)
+            raise RuntimeError("no ears")  # which harms nobody
+
+    engine, policy = Timed(factor=3.0), Listening(TABLE, 1)
+    with opened(engine, policy, clock_ms=engine.clock_ms) as batcher:
+        assert [batcher.submit(x, FOREVER).result(20).output for x in "xy"] == ["x", "y"]
+    assert policy.heard == ((1, 1, 3.0, 9.0),)
+
+
+# -- what fails --------------------------------------------------------------------------------------
+
+
+def test_only_the_guilty_request_fails(a40: LatencyTable) -> None:
+    def fail() -> None:
+        raise RuntimeError("negative")
+
+    engine = Echo(a40)
+    with opened(engine, Fixed(a40, 2)) as batcher:
+        first = engine.held(batcher)
+        xs = [fail if x in (3, 9) else x for x in range(16)]
         futures = [batcher.submit(x, FOREVER) for x in xs]
         engine.gate.set()
         for x, future in zip(xs, futures, strict=True):
-            if x > 0:
-                assert future.result(20).output == (2, 2 * x)
-            else:
-                with pytest.raises(BatchFailed, match="alone in its batch: RuntimeError: negative") as caught:
-                    future.result(20)
-                assert isinstance(caught.value.__cause__, RuntimeError)
-        assert first.result(20).output[1] == 0
+            if x is not fail:
+                assert future.result(20).output is x, "inputs and outputs are not copied"
+                continue
+            with pytest.raises(BatchFailed, match="alone in its batch: RuntimeError: negative") as caught:
+                future.result(20)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+        assert first.result(20).output == "first"
         stats = batcher.stats()
     assert (stats.met, stats.failed, stats.bisected) == (15, 2, 7)
     assert [inputs for _, inputs, _ in engine.ran[1:4]] == [xs, xs[:8], xs[:4]]
 
 
-def test_an_engine_that_loses_outputs_is_caught(a40, engine):
-    engine.run = lambda subnet, inputs, batch_size: []
-    with (
-        Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher,
-        pytest.raises(BatchFailed, match="0 outputs for 1"),
-    ):
-        batcher.submit(1, FOREVER).result(20)
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
+    __repr__ = __str__
 
 
-def test_a_policy_that_raises_does_not_stop_the_worker(a40, engine):
-    class Moody(SlackFit):
-        def decide(self, context):
-            if context.queue.deadline() - context.now_ms > FOREVER / 2:
-                raise ZeroDivisionError("moody")
-            return super().decide(context)
-
-    with Batcher(engine, policy=Moody(a40, slo_ms=36.0)) as batcher:
-        with pytest.raises(BatchFailed, match="moody"):
-            batcher.submit(1, FOREVER).result(20)
-        assert batcher.submit(2, FOREVER / 4).result(20).output[1] == 4
+class Lazy(list[Any]):
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("read too late")
 
 
-@pytest.mark.parametrize("deadline", [0.0, -1.0, math.nan, math.inf])
-def test_bad_deadlines_are_refused_before_they_are_queued(a40, engine, deadline):
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
-        with pytest.raises(InvalidRequest, match="deadline_ms"):
-            batcher.submit(1, deadline)
-        assert batcher.stats().refused == 1
-        assert batcher.stats().submitted == 0
+def unprintable(inputs: Any) -> Any:
+    raise Unprintable
 
 
-def test_a_request_without_a_deadline_gets_the_usual_time(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), slo_ms=FOREVER) as batcher:
-        assert batcher._admit(AnswerFuture(), None, 1, None).ask.deadline_ms == FOREVER
-        assert batcher.submit(1).result(20).met
-        assert asyncio.run(batcher.infer(1)).met
-        with pytest.raises(TypeError, match=r"submit\(\) got an unexpected keyword argument 'foo'"):
-            batcher.submit(1, foo=1)
+@pytest.mark.parametrize(
+    ("outputs", "error", "match"),
+    [
+        (lambda _: [], BatchFailed, "0 outputs for 1"),
+        (lambda inputs: {"0": inputs[0]}, BatchFailed, "a mapping"),
+        (Lazy, BatchFailed, "read too late"),
+        (unprintable, BatchFailed, r"Unprintable \(its __str__ raised\)"),
+        (lambda _: [{"scores": [torch.zeros(2), torch.tensor(math.nan)]}], OutputNotFinite, "check_outputs="),
+    ],
+)
+def test_a_run_that_goes_wrong_fails_its_requests_only(outputs: Any, error: Any, match: str) -> None:
+    class Odd(Echo):
+        def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+            return iter(inputs) if "good" in inputs else outputs(inputs)
+
+    with opened(Odd()) as batcher:
+        with pytest.raises(error, match=match):
+            batcher.submit("bad", FOREVER).result(20)
+        assert batcher.submit("good", FOREVER).result(20).output == "good"
+        stats = batcher.stats()
+        assert (stats.died, stats.failed, stats.not_finite) == (0, 1, error is OutputNotFinite)
+    with opened(Echo(), check_outputs=False) as batcher:
+        assert batcher.submit(lambda: math.nan, FOREVER).result(20).met
+        assert batcher.stats().not_finite == 0
 
 
-def test_bad_inputs_and_floors_are_refused_before_they_are_queued(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
-        with pytest.raises(InvalidRequest, match="not an int"):
-            batcher.submit("x", FOREVER)
-        for floor in (99.0, math.nan):
-            with pytest.raises(InvalidRequest, match="min_accuracy"):
-                batcher.submit(1, FOREVER, min_accuracy=floor)
+# -- clients that leave, and the end -----------------------------------------------------------------
 
 
-def test_floors_are_kept(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 0), slo_ms=36.0) as batcher:
-        first = held(engine, batcher)
-        demanding = batcher.submit(1, FOREVER, min_accuracy=79.0)
-        easy = batcher.submit(2, FOREVER)
-        engine.gate.set()
-        assert easy.result(20).subnet == 0
-        assert demanding.result(20).accuracy >= 79.0
-        assert first.result(20).subnet == 0
+def test_a_cancelled_call_on_an_event_loop_does_not_run() -> None:
+    engine = Echo()
 
-
-def test_a_full_queue_refuses(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), max_queue=3) as batcher:
-        first = held(engine, batcher)
-        waiting = [batcher.submit(x, FOREVER) for x in range(3)]
-        with pytest.raises(QueueFull, match="3 requests wait"):
-            batcher.submit(4, FOREVER)
-        engine.gate.set()
-        concurrent.futures.wait([first, *waiting], 20)
-        assert batcher.submit(5, FOREVER).result(20).output[1] == 10
-
-
-def test_cancelled_requests_do_not_run(a40, engine):
-    async def main():
-        async with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
-            engine.gate.clear()
-            first = asyncio.ensure_future(batcher.infer(0, FOREVER))
-            assert await asyncio.to_thread(engine.entered.acquire, timeout=20)
-            doomed = asyncio.ensure_future(batcher.infer(1, FOREVER))
-            kept = asyncio.ensure_future(batcher.infer(2, FOREVER))
+    async def main() -> Any:
+        async with opened(engine) as batcher:
+            first = engine.held(batcher)
+            doomed = asyncio.ensure_future(batcher.infer("doomed", FOREVER))
+            kept = asyncio.ensure_future(batcher.infer("kept", FOREVER))
             await asyncio.sleep(0)
             doomed.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await doomed
-            future = batcher.submit(3, FOREVER)
-            assert future.cancel()
             engine.gate.set()
-            assert (await first).output[1] == 0
-            assert (await kept).output[1] == 4
-            return batcher
+            assert (await kept).output == "kept"
+            assert first.result(20).met
+            return batcher.stats()
 
-    stats = asyncio.run(main()).stats()
-    assert stats.cancelled == 2
-    assert stats.met == 2
-    assert sorted(x for _, inputs, _ in engine.ran for x in inputs) == [0, 2]
+    stats = asyncio.run(main())
+    assert (stats.cancelled, stats.met) == (1, 2)
+    assert "doomed" not in [x for _, inputs, _ in engine.ran for x in inputs]
+
+
+def test_cancelling_a_future_makes_room_in_the_queue() -> None:
+    engine = Echo()
+    with opened(engine, max_queue=2) as batcher:
+        running = engine.held(batcher)
+        first, second = batcher.submit(1, FOREVER), batcher.submit(2, FOREVER)
+        with pytest.raises(QueueFull, match="2 requests wait"):
+            batcher.submit(3, FOREVER)
+        assert first.cancel()
+        assert first.cancel()
+        assert batcher.stats().queued == 1
+        third = batcher.submit(3, FOREVER)
+        done, _ = concurrent.futures.wait([first], timeout=5)
+        assert done == {first}
+        assert running.cancel(), "its answer is discarded"
+        engine.gate.set()
+        assert (second.result(20).output, third.result(20).output) == (2, 3)
+        assert not second.cancel()
+        stats = batcher.stats()
+    assert (stats.cancelled, stats.met, stats.submitted) == (2, 2, 4)
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
-    before = set(threading.enumerate())
-    batcher = Batcher(engine, policy=SlackFit(a40, slo_ms=36.0))
-    first = held(engine, batcher)
+def test_closing_gives_every_request_an_outcome(drain: bool, wait_for: Any) -> None:
+    before, engine = batcher_threads(), Echo()
+    batcher = opened(engine)
+    first = engine.held(batcher)
     waiting = [batcher.submit(x, FOREVER) for x in range(40)]
     closer = threading.Thread(target=batcher.close, kwargs={"drain": drain})
     assert not batcher.closing
@@ -292,60 +334,115 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
     engine.gate.set()
     closer.join(60)
     assert not closer.is_alive()
-    assert first.result(0).output[1] == 0
+    assert first.result(0).output == "first"
     for x, future in enumerate(waiting):
         if drain:
-            assert future.result(0).output[1] == 2 * x
+            assert future.result(0).output == x
         else:
-            with pytest.raises(BatcherClosed):
-                future.result(0)
-    assert set(threading.enumerate()) <= before
+            assert isinstance(future.exception(0), BatcherClosed)
+    assert batcher_threads() <= before
     stats = batcher.stats()
     assert stats.met + stats.closed == stats.submitted == 41
     batcher.close()
+    with pytest.raises(BatcherClosed):
+        batcher.__enter__()
 
 
-def test_foreign_tables_are_refused(a40, engine):
-    with pytest.raises(ProfileMismatch, match="profile this engine"):
-        Batcher(engine, policy=SlackFit(a40.select([1, 0, 2, 3, 4, 5]), slo_ms=36.0))
-    with pytest.raises(ProfileMismatch, match="has 6"):
-        Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0))
-    with pytest.raises(ProfileMismatch, match="made for other"):
-        Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0), table=a40)
-    with pytest.raises(PolicyError, match="give a policy"):
-        Batcher(engine)
-    for changes in ({"workers": 0}, {"max_queue": 0}, {"expired": "pray"}):
-        with pytest.raises(PolicyError):
-            Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), **changes)
-    with pytest.raises(PolicyError, match="slo_ms: Fixed has none"):
-        Batcher(engine, policy=Fixed(a40, 0))
+def test_draining_ends_everything_accepted_and_refuses_the_rest() -> None:
+    engine = Echo()
+    with opened(engine) as batcher:
+        futures = [engine.held(batcher), *(batcher.submit(i, FOREVER) for i in range(8))]
+        assert not batcher.drain(timeout=0.05)
+        with pytest.raises(BatcherClosed, match="draining"):
+            batcher.submit(1, FOREVER)
+        engine.gate.set()
+        assert batcher.drain(timeout=20)
+        assert all(future.done() for future in futures)
+    assert batcher.drain()
 
 
-def test_a_table_and_an_slo_are_enough(a40, engine, monkeypatch):
-    made = []
-
-    class Recorded(HullFit):
-        def decide(self, context):
-            made.append(self.slo_ms)
-            return super().decide(context)
-
-    monkeypatch.setattr("subnetact.serving.live.batcher.HullFit", Recorded)
-    with pytest.raises(PolicyError, match="a table and slo_ms"):
-        Batcher(engine, table=a40)
-    with Batcher(engine, table=a40, slo_ms=36.0) as batcher:
-        assert batcher.submit(3, FOREVER).result(20).output[1] == 6
-    assert set(made) == {36.0}, "HullFit decides if no policy is given"
+def test_close_ends_although_the_policy_never_decides() -> None:
+    batcher = opened(Echo(), NeverDecides())
+    futures = [batcher.submit(x, FOREVER) for x in range(9)]
+    closing = threading.Thread(target=batcher.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert [(future.result(0).output, future.result(0).subnet) for future in futures] == [
+        (x, 0) for x in range(9)
+    ]
 
 
-def test_the_policy_hears_how_long_batches_took(a40, engine):
-    class Listening(SlackFit):
-        heard = ()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_told_that_the_batcher_stayed_behind(wait_for: Any) -> None:
+    with opened(Echo()) as batcher:
+        with batcher._driver.lock:  # the child inherits a lock that nobody there releases
+            child = os.fork()
+            if child == 0:
+                told = 0
+                try:
+                    for use in (
+                        lambda: batcher.submit(0, deadline_ms=20.0),
+                        lambda: batcher.submit(0, deadline_ms=-1.0),
+                        batcher.stats,
+                        batcher.replan,
+                        batcher.__enter__,
+                    ):
+                        try:
+                            use()
+                        except BatcherClosed as error:
+                            told += "forked" in str(error)
+                    told += not batcher.drain(timeout=1.0)
+                    batcher.close()
+                finally:
+                    os._exit(told)
+        ended: list[int] = []
+        try:
+            wait_for(lambda: ended.extend(os.waitpid(child, os.WNOHANG)) or any(ended), 60)
+        except AssertionError:
+            os.kill(child, signal.SIGKILL)
+            raise
+        assert os.waitstatus_to_exitcode(ended[-1]) == 6
+        assert batcher.submit(0, FOREVER).result(60).output == 0
 
-        def observe(self, subnet, batch_size, expected_ms, measured_ms):
-            self.heard = (*self.heard, (subnet, batch_size, expected_ms, measured_ms))
 
-    policy = Listening(a40, slo_ms=36.0)
-    with Batcher(engine, policy=policy) as batcher:
-        subnet = batcher.submit(3, FOREVER).result(20).subnet
-    assert policy.heard[0][:3] == (subnet, 1, a40.latency_ms[subnet, 0])
-    assert policy.heard[0][3] >= 0
+def test_requests_from_many_threads_each_get_one_outcome_while_the_batcher_closes() -> None:
+    """Clients add requests without the lock; those that come too late are refused, and none is forgotten."""
+
+    def client(start: int, batcher: Batcher, answered: list[int], expected: list[int]) -> None:
+        futures = []
+        for x in range(start, start + 400):
+            try:
+                futures.append((x, batcher.submit(x, FOREVER)))
+            except QueueFull:
+                continue
+            except BatcherClosed:
+                break
+        answered.extend(x for x, future in futures if future.result(60.0).output == x)
+        expected.extend(x for x, _ in futures)
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            batcher = opened(Echo(), SlackFit(TABLE, slo_ms=FOREVER), max_queue=1000)
+            answered: list[int] = []
+            expected: list[int] = []
+            threads = [
+                threading.Thread(target=client, args=(1000 * t, batcher, answered, expected))
+                for t in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            while batcher.stats().submitted < 100:
+                time.sleep(0.0)
+            batcher.close()
+            for thread in threads:
+                thread.join(timeout=60.0)
+                assert not thread.is_alive()
+            assert sorted(answered) == sorted(expected)
+            stats = batcher.stats()
+            assert stats.submitted == len(answered) == stats.met + stats.late
+    finally:
+        sys.setswitchinterval(switch)

@@ -77,30 +77,27 @@ def test_one_request_has_no_rate_and_many_at_one_time_have_one_that_is_doubted(t
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--policy", "nonsense"], ["--slo-ms", "1"], ["--table", "/nonexistent/t.json"], ["--workers", "0"]],
+    ("arguments", "status", "words"),
+    [
+        (["--policy", "nonsense"], 2, "error: "),
+        (["--slo-ms", "1"], 2, "error: "),
+        (["--table", "/nonexistent/t.json"], 2, "error: "),
+        (["--workers", "0"], 2, "error: "),
+        (["--policy", "Clipper+:x"], 2, "error: policy: 'Clipper+:x' needs a whole number after the colon"),
+        (["--policy", "fixed:5", "--workers", "1", "--expired", "serve"], 0, "expired requests: serve"),
+        (["--policy", "fixed:5", "--workers", "1"], 0, "expired requests: drop"),
+    ],
 )
-def test_bad_arguments_end_with_one_line(arguments, capsys):
-    assert main(["--duration-s", "0.2", *arguments]) == 2
-    assert capsys.readouterr().out.startswith("error: ")
+def test_arguments_are_used_or_refused_in_one_line(arguments, status, words, capsys):
+    assert main(["--duration-s", "0.2", *arguments]) == status
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert status == 0 or printed.startswith("error: ")
 
 
-def test_a_name_of_the_papers_is_not_taken_for_a_module(capsys):
-    assert main(["--duration-s", "0.2", "--policy", "Clipper+:x"]) == 2
-    assert "'Clipper+:x' needs a whole number after the colon" in capsys.readouterr().out
-
-
-def test_the_rule_for_expired_requests_is_an_option(capsys):
-    arguments = ["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]
-    assert main([*arguments, "--expired", "serve"]) == 0
-    assert "expired requests: serve" in capsys.readouterr().out
-
-
-def test_expired_requests_are_dropped_by_default_in_the_library_and_on_the_command_line(capsys):
+def test_expired_requests_are_dropped_by_default_everywhere():
     for function in (simulate, Batcher, Generator, simulate_generation):
         assert inspect.signature(function).parameters["expired"].default == "drop"
-    assert main(["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]) == 0
-    assert "expired requests: drop" in capsys.readouterr().out
 
 
 def test_help_shows_every_default(capsys):

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_runners import FOREVER, Echo
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, poisson, simulate, superserve_a40
-from subnetact.serving.live.answers import AnswerFuture
 from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, SlackFit
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_deadline
@@ -22,16 +22,6 @@ from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import EDFQueue
 
 TABLE = LatencyTable(["a", "b", "c"], [70.0, 75.0, 80.0], [1], [[1.0], [2.0], [math.nan]])
-
-
-class Echo:
-    keys = TABLE.subnets
-
-    def check(self, x: Any) -> None:
-        pass
-
-    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        return list(inputs)
 
 
 @st.composite
@@ -118,19 +108,7 @@ def test_the_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(table: Late
             assert found == (expected and expected._replace(subnet=rows[expected.subnet]))
 
 
-def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> None:
-    with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
-        for asked_for, floor in ((None, 0.0), (12.5, 0.0), (70, 0.0), (70.1, 75.0), (75, 75.0)):
-            assert batcher._admit(AnswerFuture(), None, "x", 50, asked_for).ask == (50.0, floor, 0, "")
-        for beyond in (75.1, 80.0, math.nan):
-            with pytest.raises(InvalidRequest, match="above the best subnet"):
-                batcher.submit("x", 50.0, min_accuracy=beyond)
-    tenants = TenantBatcher([Tenant("t", Echo(), 36.0, TABLE)])
-    with tenants:
-        assert tenants.submit("t", "x", 5000.0, min_accuracy=70.1).result(20).subnet == 1
-
-
-def test_a_simulation_queues_floors_and_refuses_what_no_subnet_that_runs_reaches() -> None:
+def test_requests_are_queued_with_floors_and_not_with_what_clients_wrote() -> None:
     class Asked(Fixed):
         floors: tuple[float, ...] = ()
 
@@ -138,21 +116,22 @@ def test_a_simulation_queues_floors_and_refuses_what_no_subnet_that_runs_reaches
             self.floors += (context.floor,)
             return super().decide(context)
 
+    asks, floors = (0.0, 12.5, 70, 70.1, 75), (0.0, 0.0, 0.0, 75.0, 75.0)
     policy = Asked(TABLE, 1)
-    simulate([0.0, 10.0, 20.0], TABLE, policy, 36.0, min_accuracy=[0.0, 69.0, 70.5])
-    assert policy.floors == (0.0, 0.0, 75.0)
+    simulate([10.0 * i for i in range(5)], TABLE, policy, 36.0, min_accuracy=asks)
+    assert policy.floors == floors
     with pytest.raises(TraceError, match="above the best subnet"):
         simulate([0.0], TABLE, policy, 36.0, min_accuracy=76.0)
-
-
-@pytest.mark.parametrize("deadline", [0, -1, 0.0, -1e-9, math.nan, math.inf, -math.inf, "5", True])
-def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: Any) -> None:
-    with pytest.raises(InvalidRequest, match="first_ms: "):
-        check_deadline(deadline, "first_ms")
-    with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
-        with pytest.raises(InvalidRequest, match="deadline_ms: "):
-            batcher.submit("x", deadline)
-        assert batcher.stats().refused == 1
+    policy = Asked(TABLE, 1)
+    with Batcher(Echo(TABLE), policy=policy, slo_ms=FOREVER) as batcher:
+        for ask in asks:
+            assert batcher.submit("x", min_accuracy=ask).result(20).met
+        for beyond in (75.1, 80.0):
+            with pytest.raises(InvalidRequest, match="above the best subnet"):
+                batcher.submit("x", min_accuracy=beyond)
+    assert policy.floors == floors
+    with TenantBatcher([Tenant("t", Echo(TABLE), 36.0, TABLE)]) as tenants:
+        assert tenants.submit("t", "x", 5000.0, min_accuracy=70.1).result(20).subnet == 1
 
 
 def test_very_long_deadlines_count_as_the_longest() -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from fake_runners import NeverDecides
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,7 +17,6 @@ from subnetact.errors import (
     BatchFailed,
     DeadlinePassed,
     QueueFull,
-    WorkerDied,
     WorkerHung,
     failure_text,
 )
@@ -26,15 +26,6 @@ from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.request import Job
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]], stamp={})
-
-
-class NeverDecides:
-    """A policy that waits for more requests, whatever happens."""
-
-    table = TABLE
-
-    def decide(self, context: Context) -> None:
-        return None
 
 
 POLICIES = {
@@ -318,6 +309,7 @@ def test_a_request_that_hangs_twice_fails_and_the_others_of_its_batch_are_served
     assert answers == [0, 1, 3]
     assert isinstance(errors[2], WorkerHung)
     assert "hung over this request, twice" in str(errors[2])
+    assert "raise watchdog_ms" in str(errors[2])
     assert live.finish(first) == []
 
 
@@ -368,7 +360,7 @@ def test_without_a_worker_requests_still_end() -> None:
 
 @pytest.mark.parametrize("expired", ["drop", "defer", "serve"])
 def test_requests_of_a_lost_batch_end_at_their_deadline_while_workers_start(expired: str) -> None:
-    live = opened("maxacc", expired)
+    live = opened("maxacc", expired, watchdog_ms=math.inf)
     for x in range(4):
         live.admit(x, 500.0)
     first_job(live)
@@ -385,18 +377,15 @@ def test_requests_of_a_lost_batch_end_at_their_deadline_while_workers_start(expi
     assert live.ended() == dict.fromkeys(range(5), DeadlinePassed)
     live.start(0)
     assert live.scheduler.workers.up() == 1
-
-
-def test_requests_of_a_lost_batch_end_at_their_deadline_while_another_worker_is_busy() -> None:
-    live = opened("maxacc", "drop", watchdog_ms=math.inf)
-    live.admit("long", 5000.0)
-    first_job(live, 1)
+    live.start(1)
     live.admit("lost", 500.0)
     first_job(live)
+    live.admit("long", 5000.0)
+    first_job(live, 1)
     live.lose(0)
-    live.now = 501.0
+    live.now += 501.0
     live.tick()
-    assert live.ended() == {"lost": DeadlinePassed}
+    assert live.ended() == {"lost": DeadlinePassed}, "although another worker is busy"
 
 
 def test_a_request_is_kept_while_workers_start_for_the_first_time() -> None:
@@ -435,41 +424,38 @@ def test_a_batch_that_was_booked_is_not_lost_with_a_thread_that_never_got_it() -
     assert [request.x for request in first_job(live, 1).part] == ["x"]
 
 
-class Unprintable(Exception):
-    """An exception whose constructor forgot what its message needs."""
+def test_the_policy_sees_the_workers_that_are_up() -> None:
+    class Counting(MaxAcc):
+        seen: list[int] = []  # noqa: RUF012
 
-    def __str__(self) -> str:
-        raise AttributeError("detail")
+        def decide(self, context: Context) -> tuple[int, int]:
+            self.seen.append(sum(free < math.inf for free in context.free_at_ms))
+            return super().decide(context)
 
-    __repr__ = __str__
+    live = Scheduled(Counting(TABLE), workers=3, slo_ms=20.0, watchdog_ms=WATCHDOG_MS)
 
+    def decide() -> int:
+        live.admit("x", 5000.0)
+        live.finish(first_job(live, 2))
+        return Counting.seen[-1]
 
-def test_an_error_that_cannot_be_printed_ends_its_request_only() -> None:
-    live, cause = opened("maxacc", "drop", workers=1), Unprintable()
-    live.admit("x", 500.0)
-    live.failed(first_job(live), cause)
-    error = live.ended()["x"]
-    assert "Unprintable (its __str__ raised)" in str(error)
-    assert isinstance(error, BatchFailed)
-    assert error.__cause__ is cause
-    live.admit("y", 5000.0)
-    for _ in range(2):
-        first_job(live)
-        live.lose(0, Unprintable())
-        for worker in live.tick():
-            live.start(worker)
-    assert isinstance(live.ended()["y"], WorkerDied)
-    assert live.scheduler.unfinished == 0
+    assert decide() == 3
+    live.lose(0)
+    assert decide() == 2
+    live.start(0)
+    live.admit("long", 5000.0)
+    first_job(live, 1)
+    live.now = 60.0  # far longer than expected
+    live.tick()
+    assert decide() == 2
 
 
-def test_a_message_of_any_length_fits_into_an_error() -> None:
+def test_an_exception_without_a_usable_message_has_a_text() -> None:
     text = failure_text(ValueError("x" * 10**6))
     assert text.startswith("ValueError: xxx")
     assert len(text) < 3000
     assert "1000000 characters" in text
 
-
-def test_a_message_that_ends_its_thread_does_not_end_ours() -> None:
     class Leaving(Exception):
         def __str__(self) -> str:
             raise SystemExit(3)

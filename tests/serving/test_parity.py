@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_runners import Sleeping
 from virtual_time import VirtualTime
 
 from subnetact.latency.table import LatencyTable
@@ -16,46 +17,6 @@ BLOCKS = 8
 TABLE = LatencyTable(
     ["a", "b", "c"], [70.0, 75.0, 80.0], [1, 2, 4], [[2.0, 3.0, 4.0], [4.0, 6.0, 9.0], [8.0, 13.0, 20.0]]
 )
-
-
-class Runs:
-    """An engine that takes the table's latency of virtual time, in blocks, and notes what runs when."""
-
-    keys = TABLE.subnets
-
-    def __init__(self) -> None:
-        self.time = VirtualTime()
-        self.found: dict[int, tuple[float, float, int]] = {}
-
-    def check(self, x: Any) -> None:
-        pass
-
-    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        run = self.start(subnet, inputs, batch_size)
-        run.step(BLOCKS)
-        return run.outputs()
-
-    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        return Run(self, subnet, list(inputs), float(TABLE.latency_ms[subnet, TABLE.pad_index[batch_size]]))
-
-
-class Run:
-    blocks = BLOCKS
-
-    def __init__(self, engine: Runs, subnet: int, inputs: list[int], takes_ms: float) -> None:
-        self.engine, self.subnet, self.inputs = engine, subnet, inputs
-        self.began_ms, self.block_ms, self.position = engine.time.now, takes_ms / BLOCKS, 0
-
-    def step(self, blocks: int = 1) -> bool:
-        number = min(blocks, BLOCKS - self.position)
-        self.position += number
-        self.engine.time.sleep(self.block_ms * number)
-        return self.position == BLOCKS
-
-    def outputs(self) -> list[int]:
-        for x in self.inputs:
-            self.engine.found[x] = self.began_ms, self.engine.time.now, self.subnet
-        return self.inputs
 
 
 @pytest.mark.parametrize("shares", [None, FairShares(burst_ms=5.0, weights={"a": 2.0})])
@@ -87,7 +48,7 @@ def test_the_simulator_does_what_the_live_batcher_does(name: str, expired: str, 
         blocks=BLOCKS,
         requests=True,
     )
-    engine = Runs()
+    engine = Sleeping(VirtualTime(), TABLE, blocks=BLOCKS)
     options: Any = {"slo_ms": float(np.median(slo)), "learn": False, "clock_ms": engine.time}
     with Batcher(engine, policy=policy(), expired=expired, shares=shares, **options) as batcher:
         engine.time.watch(batcher)
@@ -103,8 +64,9 @@ def test_the_simulator_does_what_the_live_batcher_does(name: str, expired: str, 
     expected = {
         i: (log.start_ms[i], log.finish_ms[i], log.subnet[i]) for i in range(count) if log.subnet[i] >= 0
     }
-    assert set(engine.found) == set(expected)
-    for i, seen in engine.found.items():
+    ran = {x: (run.began_ms, run.ended_ms, run.subnet) for run in engine.finished for x in run.inputs}
+    assert set(ran) == set(expected)
+    for i, seen in ran.items():
         assert seen == pytest.approx(expected[i], abs=1e-6)
     assert (stats.met, stats.late, stats.dropped) == (predicted.met, predicted.late, predicted.dropped)
     assert stats.preempted == predicted.preempted

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from papers.coarse_pipeline import plan_coarsely
+from fake_runners import Sleeping
 from process_runners import TABLE, CommandRunner, command
 from virtual_time import VirtualTime
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, PipelineError
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
@@ -24,22 +24,16 @@ from subnetact.serving.simulation.simulator import simulate
 FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 
 
-class StandIn:
-    """A runner that answers (subnet, input), and takes the table's latency of virtual time, if any."""
+class Tagging(Sleeping):
+    """Answers (subnet, input), at once if it has no time; an input may raise, or end the worker once."""
 
-    def __init__(self, table: LatencyTable, time: VirtualTime | None = None) -> None:
-        self.keys = table.subnets
-        self._table = table
-        self._time = time
+    def __init__(self, table: LatencyTable = FAST, time: VirtualTime | None = None) -> None:
+        super().__init__(time, table)  # type: ignore[arg-type]
         self.died = 0
 
-    def check(self, x: Any) -> None:
-        if x == "refused":
-            raise InvalidRequest("input: refused")
-
     def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        if self._time is not None:
-            self._time.sleep(self._table.latency_ms[subnet][self._table.batch_sizes.index(batch_size)])
+        if self.time is not None:
+            super().run(subnet, inputs, batch_size)
         if "raise" in inputs:
             raise ValueError("this input")
         if "die" in inputs and not self.died:
@@ -53,7 +47,7 @@ def pipeline(*stages: Stage, sample: Any = "x", slo_ms: float = 1e6, **options: 
 
 
 def engine(name: str, table: LatencyTable = FAST, **options: Any) -> Stage:
-    return Stage(name, StandIn(table), table=table, **options)
+    return Stage(name, Tagging(table), table=table, **options)
 
 
 # -- the graph ---------------------------------------------------------------------------------------
@@ -71,52 +65,10 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
     assert graph.reserves(tables, dict.fromkeys(work, 1.0))["a"] == pytest.approx(8 / 9)
 
 
-@pytest.mark.parametrize(
-    ("after", "message"),
-    [
-        (
-            {"a": {"b": False}, "b": {"c": False}, "c": {"a": False}},
-            "cycle, 'a' before 'c' before 'b' before 'a'",
-        ),
-        ({"a": {"a": False}}, "cycle, 'a' before 'a'"),
-        ({"a": {"z": False}}, "follows 'z', which is none"),
-        ({}, "give at least one"),
-    ],
-)
-def test_graphs_that_cannot_be(after: Any, message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
-        StageGraph(after)
-
-
 def test_the_expected_work_of_several_inputs() -> None:
     assert expected_work_ms(FAST) == 2.0  # the median of 1 and 3
     assert expected_work_ms(FAST, 3) == 4.0
     assert expected_work_ms(FAST, 8) == 8.0  # two full batches
-
-
-# -- bad input, before anything starts -----------------------------------------------------------------
-
-
-def refused(*stages: Stage, **options: Any) -> str:
-    before = threading.active_count()
-    with pytest.raises(PipelineError) as caught:
-        pipeline(*stages, **options)
-    assert threading.active_count() == before
-    return str(caught.value)
-
-
-def test_bad_pipelines_are_refused_before_anything_starts() -> None:
-    assert "two are called 'a'" in refused(engine("a"), engine("a"))
-    assert "cycle" in refused(engine("a", after=["b"]), engine("b", after=["a"]))
-    assert "shorter than the shortest path" in refused(engine("a"), engine("b", after=["a"]), slo_ms=1.5)
-    assert "no latency table" in refused(Stage("a", StandIn(FAST)))
-    fits_not = refused(
-        engine("a", prepare=lambda _: "x"), engine("b", after=["a"], prepare=lambda _: "refused")
-    )
-    assert "stage 'b' does not fit 'a'" in fits_not
-    assert "expected Stage" in refused("a")  # type: ignore[arg-type]
-    failing = engine("b", after={"a": lambda x: x.missing})
-    assert "stage 'b' does not fit 'a': AttributeError" in refused(engine("a"), failing)
 
 
 def test_a_stage_whose_share_of_the_time_is_short_answers_what_the_slack_of_others_permits() -> None:
@@ -186,7 +138,7 @@ def test_a_request_fails_with_the_error_of_its_stage_and_no_other_does() -> None
 
 
 def test_a_killed_worker_of_a_stage_loses_nothing() -> None:
-    second = StandIn(FAST)
+    second = Tagging(FAST)
     stages = [
         engine("a", prepare=lambda x: [x]),
         Stage("b", second, after=["a"], prepare=lambda x: x[0], table=FAST),
@@ -472,38 +424,11 @@ def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() ->
     assert cheaper
     for choices in cheaper:
         assert estimate_pipeline(arrivals, model(), choices).percentile_ms(99.0) > 60.0
-    coarse = plan_coarsely(arrivals, model(), most_workers=16)
-    assert coarse.estimate.percentile_ms(99.0) <= 60.0
-    assert found.cost < coarse.cost
 
 
 def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
     found = plan_pipeline(poisson(20, 5, seed=3), model(200.0, min_accuracy=70.0))
     assert found.choices["a"].min_accuracy == 80.0
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: PipelineModel((StageModel("a", {"tpu": FAST}),), {"cpu": 1.0}, 9.0),
-            "'tpu', which has no price",
-        ),
-        (lambda: model(0.5), "shorter than the shortest path"),
-        (lambda: StageModel("a", {}), "one per type of hardware"),
-        (lambda: StageModel("a", {"cpu": FAST, "gpu": FAST.select([0])}), "all of the same subnets"),
-        (lambda: StageModel("a", {"cpu": FAST}, {"b": 0.0}), "share of 'b' is 0.0"),
-        (lambda: StageModel("a", {"cpu": FAST}, min_accuracy=90.0), "the best subnet has 80.0"),
-        (lambda: StageModel("a", {"cpu": FAST}, inputs=(2**63,)), "whole numbers, 0 to 1000"),
-        (
-            lambda: plan_pipeline(poisson(5000, 1, seed=0), model(9.0), most_workers=2),
-            "does not meet the SLO",
-        ),
-    ],
-)
-def test_plans_that_cannot_be(make: Any, message: str) -> None:
-    with pytest.raises(PipelineError, match=message):
-        make()
 
 
 def test_the_simulation_predicts_the_live_percentile() -> None:
@@ -518,14 +443,14 @@ def test_the_simulation_predicts_the_live_percentile() -> None:
     choices = {"a": StageChoice("cpu", 1, 4), "b": StageChoice("cpu", 2, 4)}
     found = estimate_pipeline(arrivals, described, choices)
     time = VirtualTime()
-    first, second = StandIn(tables["a"]), StandIn(tables["b"])
+    first, second = Tagging(tables["a"]), Tagging(tables["b"])
     stages = [
         Stage("a", first, table=tables["a"]),
         Stage("b", second, ["a"], lambda x: [x, x], True, 2.0, tables["b"], workers=2),
     ]
     with pipeline(*stages, slo_ms=slo_ms, clock_ms=time) as live:
         time.watch(live)
-        first._time = second._time = time  # the example has run
+        first.time = second.time = time  # the example has run
         futures = time.send((float(at), partial(live.submit, "x")) for at in arrivals - arrivals[0])
         latencies = [future.result(60).latency_ms for future in futures]
     percentile = np.percentile(latencies, 99, method="inverted_cdf")

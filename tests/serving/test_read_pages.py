@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,16 +91,3 @@ def test_pages_are_found_cut_and_read_live(example: Any, pages: Any) -> None:
     for answer in answers:
         assert {"find", "cut", "read"} <= set(answer.stages)
         assert sum(example.times_of(answer)) <= answer.latency_ms + 1e-6
-
-
-def test_the_results_show_what_a_choice_per_batch_is_good_for() -> None:
-    result = json.loads((EXAMPLES / "read_pages.json").read_text())
-    assert (EXAMPLES / "read_pages.png").exists()
-    runs = result["runs"]
-    chosen, large, small = (runs[name] for name in runs)
-    assert chosen["all"]["in_time_percent"] > 95.0
-    assert chosen["burst"]["read_right_percent"] > large["burst"]["read_right_percent"]
-    assert chosen["calm"]["read_right_percent"] > small["calm"]["read_right_percent"]
-    assert all(
-        chosen["all"]["read_right_percent"] > other["all"]["read_right_percent"] for other in (large, small)
-    )

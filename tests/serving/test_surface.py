@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import typing
@@ -13,14 +12,6 @@ import subnetact.calibration
 import subnetact.insertion
 import subnetact.nas
 from subnetact import serving
-
-
-def test_every_public_name_exists_and_is_documented() -> None:
-    tree = ast.parse(Path(serving.__file__).read_text())
-    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert imported == set(serving.__all__)
-    for name in serving.__all__:
-        assert getattr(serving, name).__doc__
 
 
 def test_no_public_name_hides_a_module() -> None:

@@ -6,13 +6,13 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_runners import FOREVER, Echo, Sleeping
 from process_runners import TABLE as COMMANDS
 from process_runners import CommandRunner, command
 from virtual_time import VirtualTime
@@ -23,7 +23,6 @@ from subnetact.errors import (
     DeadlinePassed,
     InvalidRequest,
     PolicyError,
-    ProfileMismatch,
     QueueFull,
 )
 from subnetact.latency.table import LatencyTable
@@ -32,47 +31,21 @@ from subnetact.serving.live.turns import Turn, Turns
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
 OTHER = LatencyTable(["x"], [90.0], [1, 2], [[5.0, 8.0]])
-FOREVER = 1e7
 
 
-class StandIn:
-    """A runner that takes the table's latency of virtual time; inputs that are functions are called."""
-
-    def __init__(self, table: LatencyTable, time: VirtualTime | None = None) -> None:
-        self.keys = table.subnets
-        self._table = table
-        self.time = time or VirtualTime()
-
-    def check(self, x: Any) -> None:
-        if x == "refused":
-            raise InvalidRequest("input: refused")
-
-    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        self.time.sleep(self._table.latency_ms[subnet][self._table.batch_sizes.index(batch_size)])
-        return [x() if callable(x) else x for x in inputs]
-
-
-class Instant(StandIn):
-    """A runner that takes no time."""
-
-    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        return [x() if callable(x) else x for x in inputs]
-
-
-def tenants(kind: Callable[..., Any] = Instant, **options: Any) -> list[Tenant]:
-    """Two tenants without a clock of their own; with `kind=StandIn`, `time` is what both take."""
-    time = options.pop("time", None)
-    given = {"learn": False, **options.pop("options", {})}
+def tenants(time: VirtualTime | None = None, **options: Any) -> list[Tenant]:
+    """Two tenants whose runners take no time, or what their tables say of `time`."""
+    options = {"learn": False, **options}
+    if time is not None:
+        options["clock_ms"] = time
     return [
-        Tenant(name, kind(table, time), 80.0, table, options=dict(given), **options)
+        Tenant(name, Sleeping(time, table) if time else Echo(table), 80.0, table, options=dict(options))
         for name, table in (("first", TABLE), ("second", OTHER))
     ]
 
 
-def opened(time: Any, given: list[Tenant], workers: int = 1) -> TenantBatcher:
-    for tenant in given:
-        tenant.options["clock_ms"] = time
-    batcher: TenantBatcher = time.watch(TenantBatcher(given, workers))
+def opened(time: VirtualTime, several: list[Tenant], workers: int = 1) -> TenantBatcher:
+    batcher: TenantBatcher = time.watch(TenantBatcher(several, workers))
     return batcher
 
 
@@ -113,40 +86,12 @@ def test_nobody_saves_up_a_claim() -> None:
     assert sum(turns.used_ms.values()) == now
 
 
-# -- bad input -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TenantBatcher([]), "at least one"),
-        (lambda: TenantBatcher([tenants()[0]] * 2), "two are called 'first'"),
-        (lambda: TenantBatcher(tenants(), workers=0), "workers"),
-        (lambda: TenantBatcher(tenants(share=0.0)), "share: 0.0"),
-        (lambda: TenantBatcher([Tenant("a", StandIn(TABLE), 20.0)]), "a table and slo_ms"),
-        (lambda: TenantBatcher([Tenant("a", StandIn(TABLE), -1.0, TABLE)]), "slo_ms"),
-    ],
-)
-def test_bad_arguments(make: Any, message: str) -> None:
-    before = threading.active_count()
-    with pytest.raises(PolicyError, match=message):
-        make()
-    assert threading.active_count() == before
-
-
-def test_a_bad_table_closes_what_was_opened() -> None:
-    before = threading.active_count()
-    with pytest.raises(ProfileMismatch):
-        TenantBatcher([tenants()[0], Tenant("odd", StandIn(OTHER), 80.0, TABLE)])
-    assert threading.active_count() == before
-
-
 # -- live ------------------------------------------------------------------------------------------------
 
 
 def test_every_tenant_has_its_own_queue_limits_and_figures() -> None:
     time = VirtualTime()
-    with opened(time, tenants(StandIn, time=time, options={"max_queue": 3})) as batcher:
+    with opened(time, tenants(time, max_queue=3)) as batcher:
         first, second = batcher.submit("first", "x", 500.0), batcher.submit("second", "y", 500.0)
         time.run()
         assert first.result(0).output == "x"
@@ -186,32 +131,6 @@ def test_a_failing_tenant_does_not_harm_another() -> None:
         assert all(isinstance(f.exception(60), BatchFailed) for f in bad)
 
 
-class InBlocks(StandIn):
-    """Runs batches in ten blocks of 20 ms; every input is told when a block has ended."""
-
-    blocks = 10
-
-    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        run = InBlocks(self._table, self.time)
-        run.inputs, run.position = list(inputs), 0
-        return run
-
-    def step(self, blocks: int = 1) -> bool:
-        self.time.sleep(20.0 * blocks)
-        self.position += blocks
-        for x in self.inputs:
-            x(self.position)
-        return self.position >= self.blocks
-
-    def outputs(self) -> Any:
-        return self.inputs
-
-
-def in_blocks(time: VirtualTime, **options: Any) -> Tenant:
-    policy = Preemptive(Fixed(TABLE, 0), block_ms=0.0)
-    return Tenant("slow", InBlocks(TABLE, time), 500.0, policy=policy, options={"learn": False, **options})
-
-
 @pytest.mark.parametrize("urgent_first", [False, True])
 def test_a_batch_that_hangs_after_an_urgent_one_releases_the_turn(urgent_first: bool, wait_for: Any) -> None:
     time, hung = VirtualTime(), []
@@ -221,12 +140,14 @@ def test_a_batch_that_hangs_after_an_urgent_one_releases_the_turn(urgent_first: 
             hung.append(position)
             time.sleep(math.inf)
 
-    given = [in_blocks(time, watchdog_ms=600.0), tenants(StandIn, time=time)[1]]
-    with opened(time, given) as batcher:
+    policy = Preemptive(Fixed(TABLE, 0), block_ms=0.0)
+    options = {"learn": False, "clock_ms": time, "watchdog_ms": 600.0}
+    slow = Tenant("slow", Sleeping(time, TABLE, scale=50.0), 500.0, policy=policy, options=options)
+    with opened(time, [slow, tenants(time)[1]]) as batcher:
         long = batcher.submit("slow", hang, FOREVER)
         time.run(25.0)
         urgent = [batcher.submit("slow", lambda _: None, 100.0)] if urgent_first else []
-        time.run(400.0)
+        time.run(600.0)
         assert hung
         assert batcher.stats()["slow"].batcher.preempted == urgent_first
         waiting = batcher.submit("second", "y", FOREVER)
@@ -265,10 +186,8 @@ def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
         started.set()
         gate.wait(60)
 
-    bad, good = tenants()
+    bad, good = tenants(clock_ms=lambda: now[0])
     bad.options["watchdog_ms"] = 100.0
-    for tenant in (bad, good):
-        tenant.options["clock_ms"] = lambda: now[0]
     batcher = TenantBatcher([bad, good])
     held = batcher.submit("first", hang, 110.0)
     assert started.wait(60)
@@ -321,7 +240,7 @@ def replay(
 def test_a_flood_for_one_tenant_does_not_break_the_other() -> None:
     """The first gets three times what a worker can do, the second half of its share."""
     time = VirtualTime()
-    with opened(time, tenants(StandIn, time=time)) as batcher:
+    with opened(time, tenants(time)) as batcher:
         capacity = {"first": 500.0, "second": 250.0}  # in full batches of the cheapest subnet
         rates = {"first": 3.0 * capacity["first"], "second": 0.25 * capacity["second"]}
         sent = replay(time, batcher, rates, 0.2, 0)
@@ -343,8 +262,7 @@ def test_clients_on_an_event_loop() -> None:
 
 def test_a_tenant_whose_requests_another_worker_took_wants_no_turn_any_more() -> None:
     time = VirtualTime()
-    given = tenants(StandIn, time=time)
-    with opened(time, given, workers=2) as batcher:
+    with opened(time, tenants(time), workers=2) as batcher:
         many = [batcher.submit("second", "y", FOREVER) for _ in range(4)]
         time.run(1.0)
         one = batcher.submit("first", "x", FOREVER)

@@ -76,33 +76,6 @@ def test_timestamps_are_sorted_and_scaled():
     assert np.diff(squeezed) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: bursty(-1, 5, 1, 1),
-        lambda: bursty(1, 5, -1, 1),
-        lambda: bursty(1, 5, 1, 0),
-        lambda: bursty(1, float("nan"), 1, 1),
-        lambda: time_varying(0, 5, 1),
-        lambda: time_varying(1, 5, -1),
-        lambda: from_counts([], 1),
-        lambda: from_counts([0, 0], 1),
-        lambda: from_counts([1, -1], 1),
-        lambda: from_counts([1, float("nan")], 1),
-        lambda: from_counts([1], 0),
-        lambda: from_timestamps([]),
-        lambda: from_timestamps([1.0, float("inf")]),
-        lambda: from_timestamps([1.0, 1.0], mean_qps=5),
-        lambda: load_trace("unknown"),
-        lambda: load_trace("maf", scale=0),
-        lambda: load_trace(__file__, unit="h"),
-    ],
-)
-def test_bad_arguments_are_refused(make):
-    with pytest.raises(TraceError):
-        make()
-
-
 @pytest.mark.parametrize("name", TRACES)
 def test_every_shipped_trace_loads(name):
     times = load_trace(name, duration_s=5.0)

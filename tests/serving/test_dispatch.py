@@ -1,0 +1,399 @@
+"""How the next batch is formed: holes in the table, input shapes, priorities, and a bounded amount of work.
+
+What is counted is entries of the queue, plans and bytes, not time.
+"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_runners import Echo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduled import Scheduled
+
+from subnetact.errors import DeadlinePassed, PolicyError, TraceError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import Batcher, poisson, simulate
+from subnetact.serving.policies import (
+    CheapestFeasible,
+    Fixed,
+    HullFit,
+    MaxAcc,
+    MaxBatch,
+    SlackFit,
+    make_policy,
+    policy_names,
+)
+from subnetact.serving.scheduling import dispatch
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
+from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.priority import unaffordable
+from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
+
+# -- cells that cannot run, or were not measured -----------------------------------------------------
+
+SIZES = [1, 2, 4, 8]
+
+
+@st.composite
+def tables_without_memory(draw: Any) -> LatencyTable:
+    """The larger the subnet, the sooner its memory runs out; the smallest runs batch 1 at least."""
+    rows = draw(st.integers(1, 4))
+    fits = sorted(draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows)), reverse=True)
+    fits[0] = max(1, fits[0])
+    cells = [
+        [(1.0 + i) * (2.0 + 0.5 * size) if j < fits[i] else math.nan for j, size in enumerate(SIZES)]
+        for i in range(rows)
+    ]
+    return LatencyTable([f"s{i}" for i in range(rows)], [60.0 + i for i in range(rows)], SIZES, cells)
+
+
+@settings(max_examples=25)
+@given(tables_without_memory(), st.floats(0.2, 3.0), st.sampled_from(["serve", "drop"]), st.booleans())
+def test_no_policy_chooses_a_cell_without_memory(
+    table: LatencyTable, load: float, rule: str, floors: bool
+) -> None:
+    arrivals = poisson(1000 * load, 0.2, seed=1)
+    runs = [not math.isnan(row[0]) for row in table.latency_ms]
+    reached = [percent for percent, can in zip(table.accuracy, runs, strict=True) if can]
+    demanded = [reached[i % len(reached)] for i in range(len(arrivals))] if floors else None
+    for name in policy_names(table):
+        fixed = int(name.partition(":")[2]) if name.startswith("fixed") else None
+        if fixed is not None and (floors or not runs[fixed]):
+            continue
+        policy = make_policy(name, table, 36.0)
+        result = simulate(arrivals, table, policy, 36.0, 2, rule, min_accuracy=demanded, decisions=True)
+        for decision in result.decisions or ():
+            assert not math.isnan(table.latency_ms[decision.subnet, table.pad_index[decision.k]])
+
+
+def with_holes(table: LatencyTable, rows: Any, columns: Any) -> LatencyTable:
+    cells = table.latency_ms.copy()
+    cells[rows, columns] = math.nan
+    return LatencyTable(table.subnets, table.accuracy, table.batch_sizes, cells)
+
+
+def test_subnets_that_cannot_run_at_all_are_refused_by_name(a40: LatencyTable) -> None:
+    table = with_holes(a40, 5, slice(None))
+    with pytest.raises(PolicyError, match="runs at no batch size"):
+        make_policy("fixed:5", table, 36.0)
+    with pytest.raises(TraceError, match="above the best subnet"):
+        simulate([0.0], table, HullFit(table, 36.0), 36.0, min_accuracy=a40.accuracy[5])
+
+
+def test_a_policy_that_asks_for_the_impossible_is_told_so(a40: LatencyTable) -> None:
+    class Stubborn:
+        table = with_holes(a40, 5, slice(2, None))
+
+        def decide(self, context: Any) -> tuple[int, int]:
+            return 5, 8
+
+    with pytest.raises(PolicyError, match="cannot run there"):
+        simulate(np.zeros(8), Stubborn.table, Stubborn(), slo_ms=36.0, workers=1, expired="serve")
+
+
+def dispatcher_of(table: LatencyTable, policy: Any = None, expired: str = "serve") -> Dispatcher:
+    return Dispatcher(policy or Fixed(table, 0), [table], [0.0], 1000.0, expired, print)
+
+
+def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40: LatencyTable) -> None:
+    table = LatencyTable(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
+    dispatcher = dispatcher_of(table)
+    assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
+    assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
+    table, arrivals = with_holes(a40, slice(None), 1), poisson(300, 0.5, seed=0)
+    for name in policy_names(table):
+        found = simulate(arrivals, table, make_policy(name, table, 36.0), 36.0, 2, progress=False)
+        assert found.attainment > 0.5, name
+
+
+# -- a bounded amount of work ------------------------------------------------------------------------
+
+SMALL = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+
+
+def kept_bytes(make: Any) -> int:
+    tracemalloc.start()
+    try:
+        made = make()  # noqa: F841  # it is kept while its bytes are counted
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_floors_cost_is_kept_once_for_each_accuracy() -> None:
+    dispatcher = dispatcher_of(LatencyTable(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]]))
+    costs: set[float] = set()
+    floors = [60.0 + i / 1000 for i in range(20_000)]
+    assert kept_bytes(lambda: costs.update(map(dispatcher.least_ms, floors))) < 50_000, "not megabytes"
+    assert costs == {1.0, 2.0}
+
+
+class Counted(list[Any]):
+    """A list that counts the entries that are read from it one by one or as slices."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        entry = super().__getitem__(at)
+        Counted.read += len(entry) if isinstance(at, slice) else 1
+        return entry
+
+
+def filled(queue: EDFQueue[Any], count: int, floors: list[float]) -> None:
+    for i in range(count):
+        request = Request(Ask(1000.0 + i / 10, floors[i % len(floors)]), 0.0)
+        queue.push(request.deadline_ms, request, request.ask.floor)
+    queue._floors = Counted(queue._floors)
+
+
+@pytest.mark.parametrize("expired", ["drop", "serve"])
+def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
+    a40: LatencyTable, expired: str
+) -> None:
+    for count in (5_000, 50_000):
+        dispatcher = Dispatcher(HullFit(a40, 1000.0), [a40], [0.0] * 8, 1000.0, expired, print)
+        filled(dispatcher.queue, count, [0.0, 76.0, 0.0, 78.0, 79.4])
+        Counted.read = 0
+        assert dispatcher.next_batch(0.0, 0) is not None
+        assert Counted.read < 2_500
+
+
+def test_a_batch_looks_at_a_bounded_number_of_requests_that_demand_more() -> None:
+    dispatcher = dispatcher_of(SMALL, expired="drop")
+    filled(dispatcher.queue, 20_000, [80.0])
+    dispatcher.queue.push(999.0, first := Request(Ask(999.0), 0.0))
+    Counted.read = 0
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    assert batch.part == [first]
+    assert Counted.read < 5_000
+
+
+@pytest.mark.parametrize("floors", [[0.0], [0.0, 0.0, 78.0]])
+def test_hullfit_looks_at_a_bounded_number_of_requests(a40: LatencyTable, floors: list[float]) -> None:
+    class Recorded(EDFQueue[int]):
+        seen = 0
+
+        def deadlines(self, start: int, step: int) -> list[float]:
+            part = super().deadlines(start, step)
+            Recorded.seen += len(part)
+            return part
+
+        def classes(self, start: int, stop: int) -> list[Any]:
+            part = super().classes(start, stop)
+            Recorded.seen += len(part)
+            return part
+
+    policy, queue = HullFit(a40, 1000.0), Recorded()
+    for i in range(20_000):
+        queue.push(float(i), i, floors[i % len(floors)])
+    context = Context(queue, ArrivalMeter(), [0.0] * 8, 1000.0)
+    context.queued, context.slack_ms = len(queue), 10.0
+    policy.decide(context)
+    assert 0 < Recorded.seen < 1_000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda table: SlackFit(table, 100.0),
+        lambda table: HullFit(table, 100.0),
+        *(MaxBatch, MaxAcc, CheapestFeasible),
+    ],
+)
+def test_what_a_policy_keeps_for_floors_is_bounded(make: Any) -> None:
+    latency = np.linspace(1, 5, 100)[:, None] * np.array([1, 2, 4, 8]) ** 0.8
+    table = LatencyTable([f"s{i}" for i in range(100)], np.linspace(60, 80, 100), [1, 2, 4, 8], latency)
+    policy, context = make(table), Context(EDFQueue(), ArrivalMeter(), [0.0], 100.0)
+    context.queued, context.slack_ms = 1, 100.0
+
+    def ask(floors: Any) -> None:
+        for floor in floors.tolist():
+            context.floor = floor
+            context.queue.push(100.0, 0, floor)
+            assert table.accuracy[policy.decide(context)[0]] >= floor
+            context.queue.take(1)
+
+    ask(np.linspace(60.0, 80.0, 64))
+    assert kept_bytes(lambda: ask(np.linspace(60.001, 79.999, 640))) < 150_000
+
+
+# -- input shapes ------------------------------------------------------------------------------------
+
+CELLS = np.array([[1.0, 1.5, 2.0], [3.0, 4.0, 6.0], [5.5, 12.0, 18.0]])
+SHORT, LONG = (
+    LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], (1, 2, 4), scale * CELLS) for scale in (1.0, 10.0)
+)
+
+
+class Strings(Echo):
+    """An engine of two shapes: strings of at most 4 and of at most 40 characters."""
+
+    samples = ("x" * 4, "x" * 40)
+
+    def shape_of(self, x: str) -> int:
+        return int(len(x) > 4)
+
+
+@pytest.mark.parametrize(("policy", "largest"), [(SlackFit, 4), (HullFit, 1)])
+def test_batches_hold_one_shape(policy: Any, largest: int) -> None:
+    engine = Strings(SHORT)
+    with Batcher(engine, policy=policy(LONG, slo_ms=1e5), table=[SHORT, LONG], learn=False) as batcher:
+        first = engine.held(batcher, 1e5)
+        inputs = ["ab", "a long string", "c", "another long one", "d", "the last long one"] * 3
+        futures = [batcher.submit(x, 1e5) for x in inputs]
+        engine.gate.set()
+        assert [future.result(20).output for future in (first, *futures)] == ["first", *inputs]
+    batches = [batch for _, batch, _ in engine.ran]
+    assert all(len({engine.shape_of(x) for x in batch}) == 1 for batch in batches)
+    assert max(map(len, batches)) >= largest
+
+
+@pytest.mark.parametrize(
+    ("shapes", "deadline_ms", "expected"),
+    [
+        ({"short": 0}, 20.0, (2, 1, ["short"])),
+        ({"long": 1}, 20.0, (0, 1, ["long"])),
+        ({"long": 1}, 200.0, (2, 1, ["long"])),
+        # SlackFit plans four long requests on subnet b in 60 ms; one alone can have subnet c in 55 ms.
+        ({"long": 1, "s1": 0, "s2": 0, "s3": 0}, 100.0, (2, 1, ["long"])),
+    ],
+)
+def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be(
+    shapes: dict[str, int], deadline_ms: float, expected: Any
+) -> None:
+    dispatcher = Dispatcher(SlackFit(LONG, slo_ms=500.0), [SHORT, LONG], [0.0], 500.0, "drop", print)
+    for name, shape in shapes.items():
+        request = Request(Ask(deadline_ms), 0.0, name)
+        request.shape = shape
+        dispatcher.queue.push(deadline_ms, request)
+        dispatcher.arrivals.extend([0.0])
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    size = dispatcher.padded(batch.subnet, len(batch.part), batch.shape)
+    assert (batch.subnet, size, [request.x for request in batch.part]) == expected
+
+
+def shaped(policy: Any, slo_ms: float) -> Scheduled:
+    return Scheduled(policy, [SHORT, LONG], slo_ms=slo_ms, shape_of=Strings().shape_of)
+
+
+def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
+    live = shaped(Fixed(LONG, 0), slo_ms=50.0)
+    live.admit("a long string", 5.0)
+    short = live.admit("ab", 5.0)
+    job = live.idle()
+    assert live.ended() == {"a long string": DeadlinePassed}
+    assert job is not None
+    assert job.requests() == [short]
+    assert job.expected_ms == 1.0
+
+
+def test_what_one_shape_teaches_is_applied_to_the_others_in_proportion() -> None:
+    live = shaped(SlackFit(LONG, slo_ms=500.0), slo_ms=500.0)
+    for _ in range(64):  # short requests take three times as long as their table says
+        live.admit("ab", 400.0)
+        job = live.idle()
+        assert job is not None
+        live.now += 3.0 * float(SHORT.latency_ms[job.subnet, 0])
+        live.finish(job)
+    assert live.learner.refresh(at_once=True)
+    live.admit("a long string", 400.0)
+    job = live.idle()
+    assert job is not None
+    assert job.expected_ms == pytest.approx(3.0 * float(LONG.latency_ms[job.subnet, 0]), rel=0.2)
+
+
+# -- priorities --------------------------------------------------------------------------------------
+
+FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+
+
+def queue_of(*entries: tuple[float, int]) -> EDFQueue[Request]:
+    queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
+    for deadline, priority in entries:
+        queue.push(deadline, Request(Ask(deadline, priority=priority), 0.0))
+    return queue
+
+
+MIXED = [(2.0, 0)] * 3 + [(2.0, 1)] + [(2.5, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "free", "expected"),
+    [
+        ([(2.0, 0)] * 4 + [(4.0, 5)] * 4, [0.0], []),  # all deadlines can be met
+        ([(2.0, 0)] * 4 + [(2.0, 5)] * 4, [0.0, 0.0], []),
+        (MIXED, [0.0], [0, 1]),  # the least important expire
+        (MIXED, [0.0, math.inf], [0, 1]),
+        ([(2.5, 1)] * 4 + [(2.5, 0)] * 2, [0.0], [4, 5]),
+        ([(2.5, 3)] * 9, [0.0], []),  # among equals nobody does
+        ([(2.5, 3)] * 9, [math.inf], []),
+    ],
+)
+def test_in_overload_alone_the_least_important_expire(
+    entries: list[tuple[float, int]], free: list[float], expected: list[int]
+) -> None:
+    assert unaffordable(queue_of(*entries), 0.0, free, (2.0, 4), 1.0) == expected
+
+
+@pytest.mark.parametrize("rule", ["drop", "defer", "serve"])
+def test_priority_decides_who_misses(rule: str) -> None:
+    dropped: list[Request] = []
+    dispatcher = Dispatcher(Fixed(FAST, 0), [FAST], [0.0], 36.0, rule, dropped.extend)
+    entries = [*((2.0 + i / 100, 0) for i in range(4)), *[(2.5, 1)] * 4]
+    dispatcher.queue = dispatcher.context.queue = queue_of(*entries)
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    assert {request.ask.priority for request in batch.part} == ({0} if rule == "serve" else {1})
+    assert (len(dropped), len(dispatcher.deferred)) == {"drop": (4, 0), "defer": (0, 4), "serve": (0, 0)}[
+        rule
+    ]
+
+
+@pytest.mark.parametrize("leaves", ["served", "cancelled", "expired"])
+def test_priorities_are_weighed_only_while_a_request_with_one_waits(monkeypatch: Any, leaves: str) -> None:
+    looked: list[int] = []
+    original = dispatch.unaffordable
+
+    def counted(queue: Any, *arguments: Any) -> list[int]:
+        looked.append(len(queue))
+        return original(queue, *arguments)
+
+    monkeypatch.setattr(dispatch, "unaffordable", counted)
+    live = Scheduled(Fixed(SMALL, 0), slo_ms=100.0)
+
+    def overload() -> None:
+        for _ in range(9):
+            live.admit("x", 20.0)
+
+    def serve() -> None:
+        while (job := live.idle()) is not None:
+            live.now += job.expected_ms
+            live.finish(job)
+        live.scheduler.ended.clear()
+
+    overload()
+    serve()
+    assert not looked, "nobody has a priority"
+    overload()
+    important = live.admit("x", 20.0, priority=5)
+    if leaves == "cancelled":
+        live.scheduler.withdraw(important)
+    elif leaves == "expired":
+        live.now += 1000.0
+    serve()
+    assert bool(looked) == (leaves == "served")
+    assert not important.open
+    looked.clear()
+    overload()
+    serve()
+    assert not looked, "nobody has a priority any more"
