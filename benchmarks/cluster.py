@@ -1,33 +1,26 @@
-"""Compares ways to serve pages of 16 digits from replicas, kills replicas, and lets them follow the load.
+"""Compares ways to serve pages of 16 digits from replicas, and kills replicas.
 
-    python benchmarks/cluster.py --sections live --seeds 0     (needs the extra `ray`; minutes per seed)
-    python benchmarks/cluster.py --sections faults
-    python benchmarks/cluster.py --sections autoscaling        (5 minutes)
-    python benchmarks/cluster.py --report
-
-Every run adds its results to `--out`; `--report` writes results/cluster.md.
+python benchmarks/cluster.py --only live --seeds 0     (needs the extra `ray`; minutes per seed)
+python benchmarks/cluster.py --only faults
+python benchmarks/cluster.py --report
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
 import os
-import platform
 import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,15 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from harness import write_section
+from harness import ROOT, Run, options_of, run
 from load_test import HttpClient, Reply, Sent, run_open_loop, trace
 
 from subnetact import profile_latency
-from subnetact.device import machine
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+HERE = ROOT / "benchmarks"
 PAGE = 16
 SIZES = (1, 4, 16, 32, 64)
 SLO_MS = 250.0
@@ -66,14 +57,6 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "plain Ray Serve, subnet 5": ("cluster_server.py", "plain", "--subnet", "5"),
 }
 FAULTY = "ours, Ray, 2 replicas"
-STEPS = (("low", 15.0, 20.0), ("high", 15.0, 90.0), ("still high", 30.0, 90.0), ("low again", 30.0, 20.0))
-"""Name, length in s and pages per second of every step of the load."""
-FLOOR = 80.0
-SCALED = {
-    "1 replica": ("--replicas", "1"),
-    "2 replicas": ("--replicas", "2"),
-    "1 to 2 replicas": ("--replicas", "2", "--floor", f"{FLOOR:g}"),
-}
 
 
 class Pages:
@@ -236,78 +219,8 @@ def faults_section(seed: int, rate: float = 10.0, seconds: float = 60.0) -> dict
     return found
 
 
-def autoscaling_section(seed: int, names: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
-    """Let the load step up and down with one replica, with two, and with as many as the policy asks for."""
-    pages = Pages()
-    arrivals, start = [], 0.0
-    for _, seconds, rate in STEPS:
-        arrivals += (trace("poisson", rate, seconds, seed=seed) + start * 1e3).tolist()
-        start += seconds
-    with saved_bundle() as bundle:
-        for name in names:
-            with running((*OURS, *SCALED[name]), bundle) as (url, _):
-                asyncio.run(ask_pages(url, True, pages, trace("poisson", 15, 2.0).tolist(), 1e4))
-                up: list[tuple[float, int]] = []
-
-                async def run(url: str = url, up: list[tuple[float, int]] = up) -> list[tuple[Sent, int]]:
-                    watch = asyncio.create_task(_count_replicas(url, up))
-                    try:
-                        return await ask_pages(url, True, pages, arrivals, SLO_MS)
-                    finally:
-                        watch.cancel()
-
-                found[name] = _steps(arrivals, asyncio.run(run()), up)
-                print(name, json.dumps(found[name]["steps"]), flush=True)
-    return {"steps": STEPS, "floor": FLOOR, "deadline_ms": SLO_MS, "seed": seed, "servers": found}
-
-
-async def _count_replicas(url: str, up: list[tuple[float, int]]) -> None:
-    """Note once per second how many replicas the server says are up."""
-    start = time.monotonic()
-
-    def ask() -> int:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=20) as response:
-            lines = response.read().decode().splitlines()
-        return int(float(next(line for line in lines if line.startswith("subnetact_workers_up")).split()[-1]))
-
-    while True:
-        up.append((time.monotonic() - start, await asyncio.to_thread(ask)))
-        await asyncio.sleep(1.0)
-
-
-def _steps(
-    arrivals_ms: Sequence[float], found: Sequence[tuple[Sent, int]], up: Sequence[tuple[float, int]]
-) -> dict[str, Any]:
-    """Return figures per step of the load, and per second: pages, pages in time, accuracy, replicas."""
-
-    def sent_in(begin: float, end: float) -> list[tuple[Sent, int]]:
-        return [one for due, one in zip(arrivals_ms, found, strict=True) if begin <= due * 1e-3 < end]
-
-    steps, begin = {}, 0.0
-    for name, length, _ in STEPS:
-        here = sent_in(begin, begin + length)
-        steps[name] = {**summarise(here, SLO_MS), "served": _served(here)}
-        begin += length
-    seconds = []
-    for second in range(int(begin)):
-        here = sent_in(second, second + 1)
-        counts = [number for at, number in up if at < second + 1]
-        seconds.append(
-            [len(here), sum(_in_time(sent, SLO_MS) for sent, _ in here), _served(here), counts[-1]]
-        )
-    return {"steps": steps, "seconds": seconds}
-
-
 def _in_time(sent: Sent, slo_ms: float) -> bool:
     return sent.reply is not None and sent.latency_ms <= slo_ms
-
-
-def _served(found: Sequence[tuple[Sent, int]]) -> float | None:
-    """Return the mean profiled accuracy of the answers in time."""
-    accuracies = [
-        sent.reply.accuracy for sent, _ in found if sent.reply is not None and _in_time(sent, SLO_MS)
-    ]
-    return round(float(np.mean(accuracies)), 2) if accuracies else None
 
 
 async def _kill_replicas(pid: int, killed: list[int]) -> None:
@@ -344,17 +257,6 @@ def _title(pid: int) -> str:
         return ""
 
 
-def facts() -> dict[str, Any]:
-    """Return the machine and the versions."""
-    versions = {}
-    for package in ("torch", "ray", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {"machine": machine(torch.device("cpu")), "python": platform.python_version(), **versions}
-
-
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of results/cluster.md."""
     lines: list[str] = []
@@ -366,13 +268,6 @@ def report(results: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys([*SERVERS, *(run["server"] for run in live)]):
             runs = [[r for r in live if r["server"] == name and r["rate"] == rate] for rate in rates]
             lines.append(f"| {name} | " + " | ".join(map(_cell, runs)) + " |")
-    scaled = results.get("autoscaling")
-    if scaled:
-        head = " | ".join(
-            f"{name}: {seconds:g} s, {rate:g} pages/s" for name, seconds, rate in scaled["steps"]
-        )
-        lines += ["", f"| server | {head} | replica-seconds |", "|---" * (len(scaled["steps"]) + 2) + "|"]
-        lines += [_scaled_line(name, found) for name, found in scaled["servers"].items()]
     faults = results.get("faults")
     if faults:
         lines += ["", f"{faults['rate']:g} pages/s for {faults['seconds']:g} s, due in 1 s:", ""]
@@ -385,14 +280,6 @@ def report(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _scaled_line(name: str, found: dict[str, Any]) -> str:
-    cells = [
-        f"{step['attainment']:.1f} / {step['served']:.2f} / **{step['right_in_time']:.1f}**"
-        for step in found["steps"].values()
-    ]
-    return f"| {name} | {' | '.join(cells)} | {sum(second[-1] for second in found['seconds'])} |"
-
-
 def _cell(runs: Sequence[dict[str, Any]]) -> str:
     if not runs:
         return "-"
@@ -401,44 +288,24 @@ def _cell(runs: Sequence[dict[str, Any]]) -> str:
     return found if len(runs) == 1 else f"{found} ({len(runs)})"
 
 
+def live(this: Run) -> None:
+    """Measure servers, and keep what is known of others, and of other seeds and rates."""
+    chosen = {name: set(getattr(this.args, f"{name}s")) for name in ("server", "seed", "rate")}
+    kept = [run for run in this.known.get("live", []) if any(run[k] not in v for k, v in chosen.items())]
+    this.known["live"] = kept + live_section(this.args.seeds, this.args.servers, this.args.rates)
+
+
+def faults(this: Run) -> dict[str, Any]:
+    return faults_section(this.args.seeds[0])
+
+
 def main() -> None:
-    """Run sections and add their results to the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sections", nargs="*", default=[], choices=("live", "faults", "autoscaling"))
+    parts = {"live": live, "faults": faults}
+    parser = options_of(__doc__, "cluster", parts)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="pages per second")
-    parser.add_argument("--servers", nargs="+", default=[*SERVERS, *SCALED], choices=[*SERVERS, *SCALED])
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "cluster.json")
-    parser.add_argument("--report", action="store_true")
-    args = parser.parse_args()
-    results = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.sections:
-        results["machine"] = facts()
-        results["taken"] = time.strftime("%Y-%m-%d")
-    if "live" in args.sections:
-        kept = [
-            run
-            for run in results.get("live", [])
-            if (
-                run["server"] not in args.servers
-                or run["seed"] not in args.seeds
-                or run["rate"] not in args.rates
-            )
-        ]
-        chosen = [name for name in args.servers if name in SERVERS]
-        results["live"] = kept + live_section(args.seeds, chosen, args.rates)
-    if "faults" in args.sections:
-        results["faults"] = faults_section(args.seeds[0])
-    if "autoscaling" in args.sections:
-        known = results.get("autoscaling", {}).get("servers", {})
-        chosen = [name for name in args.servers if name in SCALED]
-        results["autoscaling"] = {**facts(), **autoscaling_section(args.seeds[0], chosen, known)}
-    if args.sections:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-    if args.report:
-        write_section("cluster", report(results))
+    parser.add_argument("--servers", nargs="+", default=[*SERVERS], choices=[*SERVERS])
+    run(parser, "cluster", parts, report, ["ray", "numpy"], machine_of_each=False)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Compares the engine with the alternatives: forward times, switching, memory, and eight threads at once.
+"""Compares the engine with the alternatives: forward times, switching, memory.
 
     python benchmarks/engine.py [--families ofa_resnet50 ofa_mbv3] [--pixels 224] [--threads 1]
-        [--only forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
+        [--only forward switch memory] [--compile] [--out benchmarks/results/engine.json]
 
 Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one process,
 in turns. A pass runs every contender once, in random order. A ratio is the median, over all passes, of a
@@ -14,13 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -33,7 +28,6 @@ import torch
 from harness import RESULTS, Run, interleaved_ms, options_of, plot_bars, ratios, resident_mb, run, table
 from peers import upstream_network
 from torch import Tensor
-from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
@@ -46,14 +40,6 @@ from subnetact.supernet.supernet import Supernet
 
 BASE = "extracted_eager"
 ROOMY_MB = 2048.0
-FRUGAL = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-    "LRU_CACHE_CAPACITY": "128",
-}
-"""Environment variables that keep memory small. By default glibc keeps a heap per thread and much freed
-memory, and oneDNN keeps 1024 kernels."""
 SWITCHES = {
     "choose_among_1000_us": "choose one of 1000 built views, us",
     "build_view_ms": "build a view, ms",
@@ -62,12 +48,6 @@ SWITCHES = {
     "upstream_extract_ms": "upstream: `get_active_subnet`, ms",
     "load_state_dict_from_disk_ms": "load an extracted network's weights from disk, ms",
 }
-
-
-def peak_resident_mb() -> float:
-    """Return the peak resident memory since "5" was written to /proc/self/clear_refs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def sizes_of(supernet: Supernet) -> dict[str, SubnetSpec]:
@@ -248,92 +228,6 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
     return found
 
 
-def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Run `hammer_here` in a process of its own: with default allocators, and with those of `FRUGAL`."""
-    found = {}
-    for name, environment in (("default", {}), ("frugal", FRUGAL)):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "hammer.json"
-            command = [sys.executable, __file__, "--only", "hammer_here", "--families", family]
-            command += ["--hammer-seconds", str(args.hammer_seconds), "--threads", str(args.threads)]
-            command += ["--device", args.device, "--out", str(out)]
-            subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
-            found[name] = json.loads(out.read_text())["hammer_here"][family]
-            found[name]["environment"] = environment
-    return found
-
-
-def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Run 50 subnets in eight threads while subnets are registered, removed, pinned and evicted."""
-    supernet = load(family)
-    specs = supernet.space.sample(1, 50)
-    rows_for(supernet, specs)
-    x = torch.randn(1, 3, 96, 96)
-    with torch.inference_mode():
-        expected = [supernet.private_view(spec)[0](x) for spec in tqdm(specs, desc="expected")]
-    warm = subnetact.Engine(supernet, specs, example=x[:1])
-    bare = _hammered(warm, specs, x, expected, args.hammer_seconds / 2)
-    del warm
-    engine = subnetact.Engine(supernet, specs, example=x[:1], memory_budget_mb=150.0)
-    found = _hammered(engine, specs, x, expected, args.hammer_seconds)
-    held = engine.stats()
-    return {
-        **found,
-        "seconds": args.hammer_seconds,
-        "rss_before_serving_MiB": bare["rss_before_serving_MiB"],
-        "rss_peak_without_budget_MiB": bare["rss_peak_MiB"],
-        "weights_MiB": held.weights / 2**20,
-        "norm_table_MiB": held.norm_table / 2**20,
-        "budget_MiB": held.budget / 2**20,
-        "held": {"fused_bytes": held.fused_bytes, "fused": held.fused},
-    }
-
-
-def _hammered(
-    engine: subnetact.Engine, specs: list[SubnetSpec], x: Tensor, expected: list[Tensor], seconds: float
-) -> dict[str, Any]:
-    before, served, changes, failed = resident_mb(), [0] * 8, 0, list[str]()
-    Path("/proc/self/clear_refs").write_text("5")
-    end = time.monotonic() + seconds
-
-    def client(thread: int) -> None:
-        rng = random.Random(thread)
-        while time.monotonic() < end:
-            i = min(int(rng.expovariate(0.1)), 44)
-            try:
-                if not equal(engine(x, subnet=i), expected[i], FUSED):
-                    failed.append(f"subnet {i}: a wrong answer")
-            except Exception as error:
-                failed.append(f"subnet {i}: {error!r}")
-            served[thread] += 1
-
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    rng = random.Random(9)
-    while time.monotonic() < end:
-        i = rng.randrange(45, 50)
-        engine.remove(i)
-        engine.register(specs[i])
-        if not equal(engine(x, subnet=i), expected[i], FUSED):
-            failed.append(f"subnet {i}: a wrong answer after registration")
-        if changes % 10 == 0:
-            engine.pin(rng.randrange(45))
-            for j in range(45):
-                engine.unpin(j)
-        changes += 1
-    for thread in threads:
-        thread.join()
-    return {
-        "answers": sum(served),
-        "wrong": len(failed),
-        "first_wrong": failed[:3],
-        "registered_and_removed": changes,
-        "rss_before_serving_MiB": before,
-        "rss_peak_MiB": peak_resident_mb(),
-    }
-
-
 def report(result: dict[str, Any]) -> list[str]:
     """Draw the plots, and return the lines of results/engine.md."""
     on = result["machine"]
@@ -373,26 +267,6 @@ def report(result: dict[str, Any]) -> list[str]:
             f"| {count} | {m['engine_MiB']:.1f} | {m['norm_table_MiB']:.1f} | {m['copies_MiB']:.0f} |"
             for count, m in found["resident"].items()
         ]
-    for found in result.get("hammer", {}).values():
-        some = found["frugal"]
-        answers = sum(run["answers"] for run in found.values())
-        lines += [
-            "",
-            f"Eight threads ran 50 subnets for {some['seconds']:.0f} s, while subnets were removed and "
-            f"registered again and others were pinned and evicted: {answers} answers in two runs, "
-            f"{sum(run['wrong'] for run in found.values())} wrong. Resident memory in MiB, with a budget of "
-            f"{some['budget_MiB']:.0f} MiB:",
-            "",
-            "| allocators | before serving | peak while serving | peak with no budget |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| {name} | {run['rss_before_serving_MiB']:.0f} | {run['rss_peak_MiB']:.0f} | "
-            f"{run['rss_peak_without_budget_MiB']:.0f} |"
-            for name, run in found.items()
-        ]
-        settings = ", ".join(f"`{name}={value}`" for name, value in some["environment"].items())
-        lines += ["", f"The frugal run sets {settings}."]
     return lines
 
 
@@ -405,17 +279,15 @@ def part_of(measure: Callable[[argparse.Namespace, str], Any], first: bool, this
 
 
 def main() -> None:
-    measures = (forward, switch, memory, hammer, hammer_here)
+    measures = (forward, switch, memory)
     parts = {each.__name__: partial(part_of, each, each is not forward) for each in measures}
     parser = options_of(__doc__, "engine", parts)
     add = parser.add_argument
-    parser.set_defaults(only=[*parts][:-1])
     add("--families", nargs="+", default=["ofa_resnet50", "ofa_mbv3"])
     add("--batch-sizes", type=int, nargs="+", default=[1, 8, 16])
     add("--pixels", type=int, default=224)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seconds", type=float, default=10.0, help="per forward cell, at least 5 passes")
-    add("--hammer-seconds", type=float, default=60.0)
     add("--compile", action="store_true", help="also torch.compile, which takes minutes")
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
     warnings.simplefilter("ignore", DeprecationWarning)

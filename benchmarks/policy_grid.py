@@ -2,7 +2,6 @@
 
     python benchmarks/policy_grid.py             # continues what an earlier run began; 30 minutes on one core
     python benchmarks/policy_grid.py --report    # write results/policy_grid.md and stop
-    python benchmarks/policy_grid.py --ablate    # take mechanisms out of HullFit; 10 minutes on one core
 
 Every cell is one setting: a latency table, a number of workers, a load, the burstiness of the arrivals, and
 an SLO. All policies of a cell see the same arrivals. SlackFit (K = 4 and 8) has the margins of HullFit. The
@@ -10,13 +9,6 @@ best fixed subnet is chosen in hindsight: subnets are tried on the very arrivals
 and then finely over the Pareto-optimal ones. A cell in which HullFit is more than 0.1 points behind on its
 first trace is measured on three more traces, and the means are reported. There are 400 random cells of each
 of four seeds, none of which was used while the method and the constants of HullFit were chosen.
-
---ablate takes mechanisms out of HullFit, one at a time and together, on 100 random cells of each of four
-seeds, and on the regular cells of one worker, into results/policy_ablation.json. A mechanism pays if without
-it the mean lead falls by 0.05 points or more, the share of cells more than 0.5 points behind grows by one
-percentage point, or HullFit falls 0.1 points further behind in the worst regular cell. The price of time that
-is plentiful stays for another reason: without it, two requests of the reference suite of `scheduling.py` are
-late, and none with it.
 """
 
 from __future__ import annotations
@@ -26,11 +18,9 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +31,6 @@ from subnetact import __version__
 from subnetact.latency import LatencyTable
 from subnetact.serving import Fixed, HullFit, Policy, SlackFit, fluid_bound, simulate, superserve_a40
 from subnetact.serving.policies import hullfit
-from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.frontier import pareto_of_batch
 
 HERE = Path(__file__).parent
@@ -65,33 +54,7 @@ MARGIN, RESERVE = 0.1, hullfit.RESERVE
 NEAR, FAR = 0.2, 0.5
 REPEATS = 4
 Floats = npt.NDArray[np.float64]
-ABLATION = HERE / "results" / "policy_ablation.json"
 SEEDS = (71, 72, 73, 74)
-ABLATED_SEEDS, ABLATED_CELLS, ABLATED_REQUESTS = (31, 32, 33, 34), 100, 3000
-
-
-def _unpriced(fronts: Fronts, column: int, *given: float) -> Any:
-    _, _, within_ms, _, floor = given
-    return fronts.most_accurate(column, within_ms, floor)
-
-
-MECHANISMS: dict[str, tuple[Any, str, Any]] = {
-    "price of time": (Fronts, "priced", _unpriced),
-    "price of time that is plentiful": (hullfit, "LAST_PRICE", 0.0),
-    "bank": (hullfit, "BANK", 0.0),
-    "accepted backlog": (hullfit, "BACKLOG", 0.0),
-    "drain": (HullFit, "_drain_limit", lambda *_: math.inf),
-    "early expiry": (HullFit, "_shed", lambda *_: None),
-    "overload by expired requests": (HullFit, "_losing", lambda *_: False),
-    "batches behind their own kind": (hullfit, "WAITS_BEHIND", 0.0),
-}
-"""For each mechanism of HullFit, what is put in the place of which attribute to take it out."""
-TAKEN_OUT: dict[str, tuple[str, ...]] = {
-    "nothing": (),
-    **{name: (name,) for name in MECHANISMS},
-    "bank and overload by expired requests": ("bank", "overload by expired requests"),
-    "all prices": ("price of time", "price of time that is plentiful"),
-}
 
 
 class Cell(NamedTuple):
@@ -292,39 +255,6 @@ def measure(cell: Cell, requests: int, bound: bool) -> dict[str, Any]:
     }
 
 
-def ablate() -> dict[str, Any]:
-    """Return what is left of the lead of HullFit without some of its mechanisms."""
-    leads: dict[str, list[list[float]]] = {name: [] for name in TAKEN_OUT}
-    groups = {f"seed {seed}": random_cells(400, seed)[:ABLATED_CELLS] for seed in ABLATED_SEEDS}
-    for group, cells in (groups | {"regular cells": regular_cells(1)}).items():
-        for found in leads.values():
-            found.append([])
-        for cell in tqdm(cells, desc=f"ablation, {group}"):
-            trial = Trial(cell, ABLATED_REQUESTS, 0)
-            table, slo_ms = trial.table, trial.slo_ms
-            others = [trial.run(SlackFit(table, slo_ms, k, RESERVE * slo_ms, MARGIN)) for k in (4, 8)]
-            best = max(*others, trial.best_fixed())
-            for name, mechanisms in TAKEN_OUT.items():
-                with ExitStack() as stack:
-                    for mechanism in mechanisms:
-                        stack.enter_context(patch.object(*MECHANISMS[mechanism]))
-                    leads[name][-1].append(trial.run(HullFit(table, slo_ms, MARGIN)) - best)
-    return {name: ablation_summary(found) for name, found in leads.items()}
-
-
-def ablation_summary(leads: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return the figures of one variant from its leads per seed and, last, in the regular cells."""
-    *random, regular = leads
-    every = [lead for found in random for lead in found]
-    return {
-        "mean_lead": mean(every),
-        "mean_lead_by_seed": [mean(found) for found in random],
-        "share_far": mean(lead < -FAR for lead in every),
-        "worst": min(every),
-        "worst_regular": min(regular),
-    }
-
-
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the bounds are about."""
     leads = [row["lead"] for row in rows]
@@ -370,63 +300,7 @@ def report(document: dict[str, Any]) -> None:
             f"Over all {len(leads)} random cells the lead is {mean(leads):+.2f} on average; its least value, "
             f"1st, 5th, 50th and 95th percentiles and greatest value are {quantiles}.",
         ]
-    if ABLATION.exists():
-        ablation = json.loads(ABLATION.read_text())
-        lines += ["", *_ablation_lines(ablation), "", f"![ablation]({ABLATION.stem}.png)"]
-        draw_ablation(ablation["now"], ABLATION.with_suffix(".png"))
     write_section("policy_grid", lines)
-
-
-def draw_ablation(variants: dict[str, Any], out: Path) -> None:
-    """Draw what HullFit loses without each of its mechanisms, beside what a mechanism has to pay."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    whole, names = variants["nothing"], [name for name in variants if name != "nothing"]
-    panels = [
-        (
-            "mean lead lost, points",
-            [whole["mean_lead"] - variants[name]["mean_lead"] for name in names],
-            0.05,
-        ),
-        (
-            "further cells more than 0.5 behind, %",
-            [100.0 * (variants[name]["share_far"] - whole["share_far"]) for name in names],
-            1.0,
-        ),
-    ]
-    if "worst_regular" in whole:
-        behind = [whole["worst_regular"] - variants[name]["worst_regular"] for name in names]
-        panels.append(("worst regular cell, further behind, points", behind, 0.1))
-    size = (5 * len(panels), 0.35 * len(names) + 1.2)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True)
-    for axis, (title, values, bound) in zip(axes, panels, strict=True):
-        axis.barh(names, values)
-        axis.axvline(bound, color="black", linewidth=0.8)
-        axis.set_xlabel(title)
-    axes[0].invert_yaxis()
-    figure.suptitle("HullFit without one mechanism; at the line it pays")
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
-
-
-def _ablation_lines(document: dict[str, Any]) -> list[str]:
-    """Return the table of the ablation: the present HullFit and, as `before`, the one with all mechanisms."""
-    lines = [
-        "| HullFit | without | mean lead | by seed | more than 0.5 behind | worst | worst regular cell |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for version, variants in document.items():
-        for name, found in variants.items():
-            by_seed = ", ".join(f"{lead:+.2f}" for lead in found["mean_lead_by_seed"])
-            lines.append(
-                f"| {version} | {name} | {found['mean_lead']:+.3f} | {by_seed} | {found['share_far']:.2%} | "
-                f"{found['worst']:+.2f} | {found.get('worst_regular', math.nan):+.2f} |".replace("+nan", "")
-            )
-    return lines
 
 
 def main() -> None:
@@ -438,13 +312,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the random cells")
     parser.add_argument("--requests", type=int, default=3000, help="least number of requests per trace")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_grid.json")
-    parser.add_argument("--ablate", action="store_true", help="take mechanisms out of HullFit and stop")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
-    if args.ablate:
-        known = json.loads(ABLATION.read_text()) if ABLATION.exists() else {}
-        ABLATION.write_text(json.dumps(known | {"now": ablate()}, indent=1) + "\n", encoding="utf-8")
-        return None
     stamp = {
         "subnetact": __version__,
         "python": platform.python_version(),

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from subnetact.latency import LatencyTable
 from subnetact.serving import (
     Context,
-    Fixed,
     SlackFit,
     bursty,
     fluid_bound,
@@ -225,19 +224,6 @@ def small_instances() -> Section:
     return section
 
 
-def queueing_theory() -> Section:
-    """Compare the mean waiting time of an M/D/1 queue with the theory, rho s / (2 (1 - rho))."""
-    table = LatencyTable(["only"], [80.0], [1], [[1.0]])
-    section: Section = {}
-    for load in (0.5, 0.7, 0.8):
-        trace = poisson(1000 * load, 1500, seed=2)
-        log = simulate(trace, table, Fixed(table, 0), 1e6, 1, requests=True, expired="serve").log
-        assert log is not None
-        waited, theory = float(np.mean(log.start_ms - trace)), load / (2 * (1 - load))
-        section[f"load {load}"] = {"simulated_ms": waited, "theory_ms": theory, "error": waited / theory - 1}
-    return section
-
-
 def speed() -> Section:
     """Measure requests simulated per second (median of 5 runs), memory, and time per decision."""
     maf = load_trace("maf", 2.0)
@@ -332,7 +318,6 @@ def figures() -> Section:
 
 SECTIONS: dict[str, Callable[[], Section]] = {
     "speed": speed,
-    "queueing_theory": queueing_theory,
     "small_instances": small_instances,
     "robustness": robustness,
     "faults": faults,
@@ -363,7 +348,6 @@ def report(document: dict[str, Any]) -> list[str]:
         ("faults", _faults),
         ("scaling", _scaling),
         ("small_instances", _small),
-        ("queueing_theory", _theory),
         ("speed", _speed),
     ):
         if name in document:
@@ -484,14 +468,6 @@ def _small(section: dict[str, Any]) -> list[str]:
         "",
         *table(["8 or 12 requests, 1 or 2 workers", *names], rows),
     ]
-
-
-def _theory(section: dict[str, Any]) -> list[str]:
-    rows = [
-        [load, f"{row['simulated_ms']:.4f}", f"{row['theory_ms']:.4f}", f"{100 * row['error']:+.2f} %"]
-        for load, row in section.items()
-    ]
-    return ["## M/D/1: mean wait, ms", "", *table(["load", "simulated", "theory", "error"], rows)]
 
 
 def _speed(section: dict[str, Any]) -> list[str]:

@@ -52,7 +52,7 @@ def cluster() -> Bars:
         {name: median(cells[rate][name]) for name in servers.values() if name in cells[rate]}
         for rate in rates
     ]
-    title = f"Pages of 16 digits due in 250 ms, {_machine(found['machine']['machine'])}"
+    title = f"Pages of 16 digits due in 250 ms, {_machine(found['machine'])}"
     return Bars(groups, [f"{rate:g} pages/s" for rate in rates], title, "digits right and in time, %")
 
 

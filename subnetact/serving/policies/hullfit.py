@@ -1,6 +1,6 @@
 """HullFit: the load sets the time that a batch may take, and the price of that time.
 
-The method, of which `benchmarks/policy_grid.py --ablate` measures every part:
+The method, every part of which was measured (`hullfit_mechanisms` in `benchmarks/results/trials.json`):
 
 1. **Hull.** The time per request of a subnet is its least latency / batch size over the batch sizes that the
    workers can run all the time without missing deadlines. The upper concave hull of (time per request,
