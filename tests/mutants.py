@@ -88,7 +88,7 @@ def killed(copy: Path, tests: str, limit_s: float) -> bool:
         ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return True
-    return ran.returncode == 1
+    return ran.returncode != 0
 
 
 def main() -> None:
@@ -108,7 +108,11 @@ def main() -> None:
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "*cache*"))
+        unused = ".git", ".venv", "build", "__pycache__", ".*_cache", ".hypothesis"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*unused))
+        for room in arguments.rooms:
+            if killed(copy, ROOMS[room], arguments.limit_s):
+                raise SystemExit(f"{ROOMS[room]} fails without a change; correct it first")
         for room, path, number in tqdm(todo, unit="mutant"):
             source = (ROOT / path).read_text()
             text, change = mutated(source, number)
