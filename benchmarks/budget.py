@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from distill import Chunks, package_folder, smollm2_model, smollm2_texts
-from harness import Run, interleaved_ms, options_of, run
+from harness import Run, interleaved_ms, options_of, run, table
 from peers import import_torchvision
 from torch import Tensor
 from torch.nn import functional as F
@@ -386,59 +386,54 @@ def report(known: dict[str, Any]) -> list[str]:
     lines = []
     if "ffn" in known:
         row = known["ffn"]
-        lines += ["| half of the feed-forward neurons | plain | rank 16 | rank 64 |", "|---|---|---|---|"]
-        lines += [f"| whole model | {pair(row['whole'])} | | |"]
+        rows = [["whole model", pair(row["whole"]), "", ""]]
         for name in ("uniform", "chosen"):
             ranks = [pair(row[name][f"rank {rank}"]["perplexity"]) for rank in RANKS]
-            lines += [f"| {name} | {pair(row[name]['plain'])} | {' | '.join(ranks)} |"]
+            rows.append([name, pair(row[name]["plain"]), *ranks])
+        lines += table(["half of the feed-forward neurons", "plain", "rank 16", "rank 64"], rows)
     if "blocks" in known:
-        lines += [
-            "",
-            "| share of the blocks' multiply-accumulates | best uniform | chosen | rank 16 | rank 64 |",
-        ]
-        lines += ["|---|---|---|---|---|"]
+        rows = []
         for share in map(str, SHARES):
             row = known["blocks"][share]
             ranks = [pair(row["chosen"][f"rank {rank}"]["perplexity"]) for rank in RANKS]
-            cells = [share, pair(row["uniform"][1]), pair(row["chosen"]["plain"]), *ranks]
-            lines += [f"| {' | '.join(cells)} |"]
+            rows.append([share, pair(row["uniform"][1]), pair(row["chosen"]["plain"]), *ranks])
+        head = ["share of the blocks' multiply-accumulates", "best uniform", "chosen", "rank 16", "rank 64"]
+        lines += ["", *table(head, rows)]
     if "time" in known:
-        lines += ["", "| share of the time of a prompt | subnet | predicted | measured | perplexity |"]
-        lines += ["|---|---|---|---|---|"]
+        rows = []
         for share in map(str, SHARES):
             for name, row in known["time"][share].items():
                 if name != "corrected":
-                    figures = f"{row['predicted']:.3f} | {row['measured']:.3f} | {pair(row['perplexity'])}"
-                    lines += [f"| {share} | {name} | {figures} |"]
+                    figures = f"{row['predicted']:.3f}", f"{row['measured']:.3f}"
+                    rows.append([share, name, *figures, pair(row["perplexity"])])
             row = known["time"][share]["corrected"]
-            lines += [
-                f"| {share} | chosen, rank 16 | | {row['time']:.3f} of its own | {pair(row['perplexity'])} |"
-            ]
+            taken = f"{row['time']:.3f} of its own"
+            rows.append([share, "chosen, rank 16", "", taken, pair(row["perplexity"])])
+        head = ["share of the time of a prompt", "subnet", "predicted", "measured", "perplexity"]
+        lines += ["", *table(head, rows)]
     if "distil" in known:
         row = known["distil"]
-        lines += ["", f"After {row['steps']} steps of `distill_` on the chosen half ({row['seconds']} s): "]
-        lines[-1] += (
-            f"{row['before'][1]:.1f} before, {row['after'][1]:.1f} after (largest {row['after'][0]:.1f}); "
-        )
-        lines[-1] += f"descriptions of data sets {row['other'][1]:.1f}."
-    if "vectors" in known:
-        row = known["vectors"]
         lines += [
             "",
-            "| all-MiniLM-L6-v2 at half its time | predicted | measured | recall |",
-            "|---|---|---|---|",
+            f"After {row['steps']} steps of `distill_` on the chosen half ({row['seconds']} s): "
+            f"{row['before'][1]:.1f} before, {row['after'][1]:.1f} after (largest {row['after'][0]:.1f}); "
+            f"descriptions of data sets {row['other'][1]:.1f}.",
         ]
-        for name in ("uniform", "chosen"):
-            figures = " | ".join(f"{row[name][key]:.3f}" for key in ("predicted", "measured", "recall"))
-            lines += [f"| {name} | {figures} |"]
-        lines += [f"| chosen, rank 16 | | | {row['corrected']['recall']:.3f} |"]
+    if "vectors" in known:
+        found = known["vectors"]
+        keys = ("predicted", "measured", "recall")
+        rows = [[name, *(f"{found[name][key]:.3f}" for key in keys)] for name in ("uniform", "chosen")]
+        rows.append(["chosen, rank 16", "", "", f"{found['corrected']['recall']:.3f}"])
+        lines += ["", *table(["all-MiniLM-L6-v2 at half its time", *keys], rows)]
     if "norms" in known:
-        lines += ["", "| ResNet with BatchNorm, share of multiply-accumulates | best uniform | chosen |"]
-        lines += ["|---|---|---|"]
-        for share, rows in known["norms"].items():
-            if share != "machine":
-                values = (", ".join(f"{row[name]:.1f}" for row in rows) for name in ("uniform", "chosen"))
-                lines += [f"| {share} | {' | '.join(values)} |"]
+        names = ("uniform", "chosen")
+        rows = [
+            [share, *(", ".join(f"{row[name]:.1f}" for row in seeds) for name in names)]
+            for share, seeds in known["norms"].items()
+            if share != "machine"
+        ]
+        head = ["ResNet with BatchNorm, share of multiply-accumulates", "best uniform", "chosen"]
+        lines += ["", *table(head, rows)]
     return lines
 
 

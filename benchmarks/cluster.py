@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from harness import ROOT, Run, options_of, run
+from harness import ROOT, Run, options_of, run, table
 from load_test import HttpClient, Reply, Sent, run_open_loop, trace
 
 from subnetact import profile_latency
@@ -263,11 +263,11 @@ def report(results: dict[str, Any]) -> list[str]:
     live = results.get("live", [])
     rates = sorted({run["rate"] for run in live})
     if live:
-        head = " | ".join(f"{rate:g} pages/s" for rate in rates)
-        lines += [f"| server | {head} |", "|---" * (len(rates) + 1) + "|"]
+        rows = []
         for name in dict.fromkeys([*SERVERS, *(run["server"] for run in live)]):
             runs = [[r for r in live if r["server"] == name and r["rate"] == rate] for rate in rates]
-            lines.append(f"| {name} | " + " | ".join(map(_cell, runs)) + " |")
+            rows.append([name, *map(_cell, runs)])
+        lines += table(["server", *(f"{rate:g} pages/s" for rate in rates)], rows)
     faults = results.get("faults")
     if faults:
         lines += ["", f"{faults['rate']:g} pages/s for {faults['seconds']:g} s, due in 1 s:", ""]

@@ -1,6 +1,6 @@
 """The demo several times in a row: does it answer in time on a machine whose speed changes?
 
-    python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0] [--out FILE]
+    python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0]
 
 Every run is `python examples/demo.py` in a process of its own, or with `--text` `benchmarks/text_demo.py`,
 the demo of the language model. With `--load N`, N processes compute for random spans of up to two seconds and
@@ -11,24 +11,20 @@ pages in results/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from multiprocessing import Event, Process
 from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 from typing import Any
 
-from harness import write_section
+from harness import RESULTS, read, save, table, write_section
 from tqdm import tqdm
-
-from subnetact.files.documents import write_json
-
-RESULTS = Path("benchmarks/results")
 
 
 def compute(stop: EventType, seed: int) -> None:
@@ -62,57 +58,46 @@ def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]
     return found
 
 
-def report(result: dict[str, Any], text: bool) -> None:
-    """Put the figures into the page's section of a demo."""
+def report(result: dict[str, Any]) -> list[str]:
+    """Return the lines of the page of a demo."""
     lines = []
+    head = ["contender", "right and in time, % of each run", "in time, % of each run", "speed, of each run"]
+    columns = {"right_and_in_time": ".2f", "in_time": ".1f", "slowdown": ".2f"}
     for name, runs in result.items():
         facts = runs[0]["machine"]
         lines += ["", f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}; {name}:", ""]
-        lines += contender_lines(runs)
+        rows = []
+        for i, contender in enumerate(runs[0]["contenders"]):
+            found = [run["contenders"][i] for run in runs]
+            cells = (", ".join(format(one[key], form) for one in found) for key, form in columns.items())
+            rows.append([contender["name"], *cells])
         noted = sum(bool(run["notes"]) for run in runs)
-        lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
-    write_section("text_demo" if text else "demo", lines[1:])
-
-
-def contender_lines(runs: list[dict[str, Any]]) -> list[str]:
-    lines = ["| contender | right and in time, % of each run | in time, % of each run | speed, of each run |"]
-    lines += ["|---|---|---|---|"]
-    for contender in runs[0]["contenders"]:
-        found = [one for run in runs for one in run["contenders"] if one["name"] == contender["name"]]
-        cells = each(found, "right_and_in_time", ".2f"), each(found, "in_time", ".1f")
-        lines.append(f"| {contender['name']} | {' | '.join(cells)} | {each(found, 'slowdown', '.2f')} |")
-    return lines
-
-
-def each(found: list[dict[str, Any]], name: str, form: str) -> str:
-    """Return the value of every run."""
-    return ", ".join(format(one[name], form) for one in found)
+        lines += [*table(head, rows), ""]
+        lines += [f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
+    return lines[1:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--text", action="store_true", help="the demo of the language model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per seed")
     parser.add_argument("--load", type=int, default=0, help="processes that compute now and then")
-    parser.add_argument("--out", type=Path, help="default: demo.json or text_demo.json of the results")
     parser.add_argument("--figure", type=Path, help="file for the figure of seed 0")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
-    out = args.out or RESULTS / ("text_demo.json" if args.text else "demo.json")
-    result = json.loads(out.read_text()) if out.exists() else {}
+    demo = "text_demo" if args.text else "demo"
+    out = RESULTS / f"{demo}.json"
+    result = read(out)
     if args.report:
-        report(result, args.text)
+        write_section(demo, report(result))
         return
     name = f"beside processes that compute now and then: {args.load}" if args.load else "nothing else runs"
     runs = result.setdefault(name, [])
     known = {one.get("seed", i) for i, one in enumerate(runs)}  # in older files the seeds are 0, 1, ...
     for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
         runs.append(run(seed, args.load, args.text, None if seed else args.figure))
-        write_json(out, result)
-        key = "right_and_in_time" if args.text else "in_time"
-        print([round(contender[key], 2) for contender in runs[-1]["contenders"]], runs[-1]["notes"])
+        save(out, result)
+        print(runs[-1]["contenders"], runs[-1]["notes"])
 
 
 if __name__ == "__main__":

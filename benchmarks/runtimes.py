@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import Run, options_of, resident_mb, run
+from harness import Run, options_of, resident_mb, run, table
 from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -242,36 +242,30 @@ def report(known: dict[str, Any]) -> list[str]:
     lines = list[str]()
     if "families" in known:
         names = ("zero-copy", "fused", *BACKENDS, *(f"{name} alone" for name in BACKENDS))
-        lines += [f"| subnet, precision, batch size | eager, ms | {' | '.join(names)} |", "|---" * 8 + "|"]
-        for key, row in known["families"].items():
-            if isinstance(row, dict) and key != "machine":
-                cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
-                lines += [f"| {key} | {row['eager_ms']} | {' | '.join(cells)} |"]
-    if "sizes" in known:
-        lines += [
-            "",
-            "| zero-copy over extracted / channels_last | 1 | 2 | 4 | 8 | 16 | 32 |",
-            "|---" * 7 + "|",
+        rows = [
+            [key, row["eager_ms"], *(f"{row[name]:.2f}" if name in row else "" for name in names)]
+            for key, row in known["families"].items()
+            if isinstance(row, dict) and key != "machine"
         ]
-        for name in ("smallest", "random", "largest"):
-            for pixels in (96, 128, 160, 224):
-                rows = [known["sizes"][f"{name}, {pixels}, {size}"] for size in (1, 2, 4, 8, 16, 32)]
-                cells = [f"{row['extracted']:.2f} / {row['channels_last']:.2f}" for row in rows]
-                lines += [f"| {name}, {pixels} px | {' | '.join(cells)} |"]
+        lines += table(["subnet, precision, batch size", "eager, ms", *names], rows)
+    if "sizes" in known:
+        batches, rows = (1, 2, 4, 8, 16, 32), []
+        for name, pixels in product(("smallest", "random", "largest"), (96, 128, 160, 224)):
+            of = [known["sizes"][f"{name}, {pixels}, {size}"] for size in batches]
+            cells = [f"{row['extracted']:.2f} / {row['channels_last']:.2f}" for row in of]
+            rows.append([f"{name}, {pixels} px", *cells])
+        lines += ["", *table(["zero-copy over extracted / channels_last", *batches], rows)]
     if "budget" in known:
         facts = {"seconds": "made in, s", "programs": "programs", "program_mb": "their MiB"}
         facts["resident_mb"] = "resident, MiB more"
-        titles = " | ".join(facts.values())
-        lines += [
-            "",
-            f"| ten subnets of OFA-MobileNetV3 | {titles} | time over the peer alone |",
-            "|---" * 6 + "|",
-        ]
+        rows = []
         for name in BACKENDS:
             row = known["budget"][name]
-            ours, cells = row["ours over alone"], [name, *(str(row[key]) for key in facts)]
-            cells.append(f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f})")
-            lines.append(f"| {' | '.join(cells)} |")
+            ours = row["ours over alone"]
+            spread = f"{row['median']:.2f} ({min(ours):.2f} to {max(ours):.2f})"
+            rows.append([name, *(row[key] for key in facts), spread])
+        head = ["ten subnets of OFA-MobileNetV3", *facts.values(), "time over the peer alone"]
+        lines += ["", *table(head, rows)]
     return lines
 
 

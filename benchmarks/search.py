@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import RESULTS, Run, options_of, run
+from harness import RESULTS, Run, options_of, run, table
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -353,30 +353,29 @@ def report(result: dict[str, Any]) -> list[str]:
         lines += fronts(result)
     if "latency" in result:
         lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
-        lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
-        lines += [
-            f"| {name} | {e['mean_percent']:.1f} % | {e['worst_percent']:.1f} % | "
-            f"{e['rank_correlation']:.3f} |"
+        rows = [
+            [
+                name,
+                f"{e['mean_percent']:.1f} %",
+                f"{e['worst_percent']:.1f} %",
+                f"{e['rank_correlation']:.3f}",
+            ]
             for name, e in result["latency"].items()
             if isinstance(e, dict) and "mean_percent" in e
         ]
+        lines += table(["", "off on average", "at worst", "rank correlation"], rows)
     if "precision" in result:
-        if result["precision"]["fronts"]:
-            plot_precision(result["precision"])
         lines += precisions(result["precision"])
     if "costs" in result:
         on = result["costs"]["machine"]["device_name"]
         lines += ["", f"**Costs** of subnets not seen before, {on}, one thread, processor time:", ""]
-        lines += [
-            "| | construction, s | subnets per second | by `FlopCounterMode` around a forward pass |",
-            "|---|---|---|---|",
-        ]
+        head = ["", "construction, s", "subnets per second", "by `FlopCounterMode` around a forward pass"]
+        rows = []
         for family in FAMILIES:
             c = result["costs"][family]
-            lines.append(
-                f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} | "
-                f"{c['flop_counter_subnets_per_s']:.0f} |"
-            )
+            rates = f"{c['subnets_per_s']:,.0f}", f"{c['flop_counter_subnets_per_s']:.0f}"
+            rows.append([family, f"{c['set_up_s']:.1f}", *rates])
+        lines += table(head, rows)
     return lines
 
 
@@ -392,54 +391,49 @@ def precisions(found: dict[str, Any]) -> list[str]:
     ]
     if not found["fronts"]:
         return lines
-    lines += [
+    plot_precision(found)
+    rows = []
+    for one in found["fronts"]:
+        relative = f"{one['hypervolume_with_over_without']:.3f}"
+        rows.append([one["batch"], len(one["front"]), one["int8_on_the_front"], relative])
+    return [
+        *lines,
         "",
         f"Latency measured on {on['device_name']}, {on['threads']} thread(s), all subnets fused. The front "
         "of both precisions compared with the front of float32 alone:",
         "",
-        "| batch size | subnets on the front | of these at int8 | hypervolume, relative |",
-        "|---|---|---|---|",
+        *table(["batch size", "subnets on the front", "of these at int8", "hypervolume, relative"], rows),
+        "",
+        "![Fronts with and without int8](search_precision.png)",
     ]
-    lines += [
-        f"| {one['batch']} | {len(one['front'])} | {one['int8_on_the_front']} | "
-        f"{one['hypervolume_with_over_without']:.3f} |"
-        for one in found["fronts"]
-    ]
-    return [*lines, "", "![Fronts with and without int8](search_precision.png)"]
 
 
 def fronts(result: dict[str, Any]) -> list[str]:
     """Return what the searches found, as lines of Markdown."""
-    found = result["digits"]
-    shares = {method: found[method]["share_of_hypervolume"] for method in ("evolution", "random")}
-    lines = [
+    found, large, methods = result["digits"], result["families"], ("evolution", "random")
+    shares = {method: found[method]["share_of_hypervolume"] for method in methods}
+    small = [[m, f"{min(s):.4f}", f"{np.mean(s):.4f}", f"{max(s):.4f}"] for m, s in shares.items()]
+    rows = []
+    for family in FAMILIES:
+        for method in methods:
+            s, sizes = (large[family][method][key] for key in ("share_of_hypervolume", "subnets_in_front"))
+            of_front = f"{min(sizes)} to {max(sizes)}"
+            rows.append([f"{family}, {method}", f"{min(s):.4f}", f"{np.mean(s):.4f}", of_front])
+    return [
         f"**Digits**, {found['subnets']} subnets, true accuracies ({found['what'].split(';')[0]}), MACs as "
         f"latency; {found['evaluations']} evaluations, {len(shares['evolution'])} seeds. Hypervolume as a "
         "share of the whole space's:",
         "",
-        "| | worst seed | mean | best |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {method} | {min(s):.4f} | {np.mean(s):.4f} | {max(s):.4f} |" for method, s in shares.items()
-    ]
-    large = result["families"]
-    lines += [
+        *table(["", "worst seed", "mean", "best"], small),
         "",
         f"**Large spaces**, {large['evaluations']} evaluations, 5 seeds, made-up objectives "
         f"({large['what']}). "
         "Hypervolume as a share of all runs' together:",
         "",
-        "| | worst seed | mean | subnets in the front |",
-        "|---|---|---|---|",
+        *table(["", "worst seed", "mean", "subnets in the front"], rows),
+        "",
+        "![Fronts of evolution and random search](search.png)",
     ]
-    for family in FAMILIES:
-        for method in ("evolution", "random"):
-            s, sizes = (large[family][method][key] for key in ("share_of_hypervolume", "subnets_in_front"))
-            lines.append(
-                f"| {family}, {method} | {min(s):.4f} | {np.mean(s):.4f} | {min(sizes)} to {max(sizes)} |"
-            )
-    return [*lines, "", "![Fronts of evolution and random search](search.png)"]
 
 
 def plot(result: dict[str, Any]) -> None:

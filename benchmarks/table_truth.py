@@ -1,7 +1,7 @@
 """Compares latency tables with a stopwatch that knows nothing of them, alone and beside busy processes.
 
     python benchmarks/table_truth.py [--family digits] [--pixels 64] [--rounds 9] [--busy 2]
-        [--out benchmarks/results/table_truth.json]
+        [--only fused zero-copy view extract]
 
 For every mode, `profile_latency` and the stopwatch take turns: a loop of `perf_counter` around what a user
 calls, `engine(x, subnet=i)`, `supernet.subnet(spec)(x)` or `supernet.extract(spec)(x)`. There are ten subnets
@@ -12,7 +12,6 @@ suspect, or within 10 % of what they were before. Its front is compared with tha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,16 +19,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from harness import Run, options_of, run
 from scipy.stats import spearmanr
 
 import subnetact
 from ofa_adapters import load
-from subnetact.device import machine, moment
 from subnetact.digits import load_digits_supernet
 
 MODES = ("fused", "zero-copy", "view", "extract")
@@ -124,35 +122,28 @@ def compared(mode: str, engine: subnetact.Engine, args: argparse.Namespace) -> d
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--family", default="ofa_resnet50", help="a family, or digits")
-    parser.add_argument("--pixels", type=int, default=64)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--busy", type=int, default=2)
-    parser.add_argument("--modes", nargs="+", default=MODES)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def compared_in(mode: str, this: Run) -> dict[str, Any]:
+    args = this.args
     digits = args.family == "digits"
     supernet = load_digits_supernet() if digits else load(args.family)
     example = torch.randn(1, 1, 16, 16) if digits else torch.randn(1, 3, args.pixels, args.pixels)
     specs = supernet.space.sample(3, 10)
     subnetact.calibrate(supernet, specs, [torch.randn(8, *example.shape[1:])], progress=False)
-    result: dict[str, Any] = {
-        "machine": {**machine(torch.device("cpu")), **moment()},
-        "family": args.family,
-    }
-    for mode in args.modes:
-        room = 2048.0 if mode == "fused" else 0.0
-        engine = subnetact.Engine(supernet, specs, example=example, check=False, memory_budget_mb=room)
-        result[mode] = compared(mode, engine, args)
-        print(mode, json.dumps(result[mode], indent=1), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    room = 2048.0 if mode == "fused" else 0.0
+    engine = subnetact.Engine(supernet, specs, example=example, check=False, memory_budget_mb=room)
+    this.known["family"] = args.family
+    return compared(mode, engine, args)
+
+
+def main() -> None:
+    parts = {mode: partial(compared_in, mode) for mode in MODES}
+    parser = options_of(__doc__, "table_truth", parts)
+    parser.add_argument("--family", default="ofa_resnet50", help="a family, or digits")
+    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--busy", type=int, default=2)
+    run(parser, "table_truth", parts, machine_of_each=False)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papers.coarse import Coarse
 from papers.coarse_pipeline import plan_coarsely
 from papers.flex import Flex
 from papers.optimum import exact_optimum
-from papers.stage_tuner import StageTuner, tuner_of
-from papers.tuner import Tuner
-from papers.veltair import CoRunner, Veltair, simulate_beside
 from subnetact.errors import PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import (
-    Fixed,
     HullFit,
-    ModelSwitching,
     PipelineModel,
     Preemptive,
-    SlackFit,
     StageModel,
-    bursty,
     make_policy,
     plan_pipeline,
     poisson,
@@ -35,7 +27,6 @@ from subnetact.serving import (
     superserve_a40,
 )
 from subnetact.serving.simulation.fluid import fluid_bound
-from subnetact.serving.simulation.simulator import WorkerEvent
 
 A40 = superserve_a40()
 FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
@@ -102,39 +93,6 @@ def test_hullfit_is_near_the_optimum_of_small_instances() -> None:
     assert min(gaps) >= -1e-9
 
 
-def test_coarse_pays_for_switching() -> None:
-    trace = np.concatenate([poisson(1000, 3, seed=0), 3000 + poisson(11000, 3, seed=1)])
-    coarse, switching = (
-        simulate(trace, A40, policy, 36.0, 8, "serve")
-        for policy in (Coarse(A40, 36.0), ModelSwitching(A40, 36.0))
-    )
-    assert coarse.attainment < switching.attainment
-
-
-def test_co_runners_slow_what_runs_beside_them() -> None:
-    tables = {n: LatencyTable(["only"], [80.0], [1], [[ms]]) for n, ms in ((0.0, 5.0), (1.0, 9.0))}
-    trace, runners = [0.0, 100.0, 200.0], [CoRunner(90.0, 150.0, 1.0)]
-    result = simulate_beside(runners, trace, tables, Fixed(tables[0.0], 0), 36.0, decisions=True)
-    assert result.decisions is not None
-    assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
-
-
-def test_veltair_estimates_co_runners() -> None:
-    tables = {0.0: A40, 1.0: A40.scaled(1.5), 2.0: A40.scaled(2.0)}
-    trace, runners = bursty(1500, 3000, 2, 8, seed=0), [CoRunner(2000.0, 6000.0, 2.0)]
-    policy = Veltair(tables, lambda t: SlackFit(t, buckets=4, slo_ms=36.0))
-    aware, blind = (
-        simulate_beside(runners, trace, tables, one, 36.0, 8)
-        for one in (policy, SlackFit(A40, buckets=4, slo_ms=36.0))
-    )
-    assert aware.attainment > blind.attainment
-    policy = Veltair(tables, lambda t: SlackFit(t, slo_ms=36.0))
-    usual_ms = float(A40.latency_ms[0, 3])
-    for _ in range(40):
-        policy.observe(0, 8, usual_ms, 1.75 * usual_ms)
-    assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
-
-
 def test_flex_preempts_for_a_batch_worth_more_and_keeps_its_competitive_bound() -> None:
     """Shepherd proves that FLEX with factor 3.03 serves at least 1 / 12.62 of what any schedule can."""
     table = LatencyTable(["only"], [80.0], [1, 8], [[10.0, 10.0]])
@@ -149,53 +107,6 @@ def test_flex_preempts_for_a_batch_worth_more_and_keeps_its_competitive_bound() 
         arrivals, slo = np.sort(rng.uniform(0.0, 40.0, 9)), rng.uniform(5.0, 30.0, 9)
         best = exact_optimum(arrivals, table, slo) / 100.0
         assert simulate(arrivals, table, Flex(table, 0), slo, 1, "drop", blocks=10).met >= best / 5.0
-
-
-def test_the_tuner_adds_at_once_and_removes_after_its_patience() -> None:
-    tuner = Tuner(poisson(2000, 10, seed=0), 2, A40, longest_ms=10_000.0, slo_ms=36.0)
-    now, history, rng = 0.0, [], np.random.default_rng(1)
-    for second in range(60):
-        rate = 9000 if 10 <= second < 15 else 1000 if second < 40 else 100
-        for _ in range(10):
-            times = np.sort(now + rng.random(rng.poisson(rate / 10)) * 100.0)
-            now += 100.0
-            history.append((now, tuner.step(now, times.tolist())))
-    assert {workers for t, workers in history if t <= 10_000} == {2}
-    assert dict(history)[10_500.0] >= 6
-    busy = max(workers for _, workers in history)
-    assert busy <= 12
-    assert 30_000 <= max(t for t, workers in history if workers == busy) <= 32_000
-    assert history[-1][1] == 1
-
-
-def test_tuned_workers_save_an_unplanned_surge() -> None:
-    surge = np.concatenate([poisson(2000, 4, seed=1), 4000 + poisson(9000, 4, seed=2)])
-    tuner, running, seen = Tuner(poisson(2000, 10, seed=3), 1, A40, most_workers=12, slo_ms=36.0), 1, 0
-    events = [WorkerEvent(float(surge[0]), worker, False) for worker in range(1, 12)]
-    for now in np.arange(surge[0] + 100.0, surge[-1] + 100.0, 100.0).tolist():
-        upto = int(np.searchsorted(surge, now, side="right"))
-        wanted = tuner.step(now, surge[seen:upto].tolist())
-        events += [WorkerEvent(now, worker, True) for worker in range(running, wanted)]
-        events += [WorkerEvent(now, worker, False) for worker in range(wanted, running)]
-        running, seen = wanted, upto
-    tuned = simulate(surge, A40, HullFit(A40, 36.0), 36.0, 12, "serve", events=events)
-    assert tuned.attainment > 0.95
-    assert simulate(surge, A40, HullFit(A40, 36.0), 36.0, 1, "serve").attainment < 0.5
-
-
-def test_stages_are_tuned_from_their_plan_within_one_window_and_down_slowly() -> None:
-    tuner = StageTuner({"a": Tuner(poisson(100, 20, seed=0), 2, FAST, 60.0, patience_ms=5000.0)})
-    assert tuner.step(0.0, {"a": []}) == {}
-    burst = np.sort(np.random.default_rng(0).uniform(0.0, 1000.0, 500)).tolist()
-    assert tuner.step(1000.0, {"a": burst})["a"] >= 5
-    assert tuner.step(3000.0, {"a": []}) == {}  # not yet
-    for now in range(4000, 80_000, 1000):
-        tuner.step(float(now), {"a": []})
-    assert tuner.tuners["a"].workers == 1
-    model = PipelineModel((StageModel("a", {"cpu": FAST}),), {"cpu": 1.0}, 60.0)
-    plan = plan_pipeline(poisson(400, 5, seed=0), model)
-    first = tuner_of(plan, model, 8).tuners["a"]
-    assert (first.workers, first.most_workers) == (plan.choices["a"].workers, 8)
 
 
 def test_a_coarse_plan_of_a_pipeline_meets_the_slo_and_costs_more() -> None:
@@ -213,11 +124,9 @@ def test_a_coarse_plan_of_a_pipeline_meets_the_slo_and_costs_more() -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Coarse(A40, delay_ms=-1.0, slo_ms=36.0), PolicyError),
         (lambda: Flex(A40, factor=1.0), PolicyError),
         (lambda: Flex(A40, subnet=17), PolicyError),
         (lambda: Preemptive(Flex(A40)), PolicyError),
-        (lambda: Veltair({0.0: A40}, lambda t: SlackFit(t, slo_ms=36.0)), PolicyError),
         (lambda: exact_optimum(np.arange(13.0), A40, slo_ms=36.0), TraceError),
     ],
 )
