@@ -30,8 +30,6 @@ from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serve.digits_engine import digits_engine, unseen_digits
 from subnetact.serving import Answer, Context, Fixed, Policy
 
-__all__ = ["digits_section"]
-
 SLO_MS = 100.0
 PAGE = 16
 SIZES = tuple(range(1, 17))

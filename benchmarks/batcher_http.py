@@ -27,8 +27,6 @@ from tqdm import tqdm
 
 from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 
-__all__ = ["http_section"]
-
 SLO_MS = 60.0
 RESERVE_MS = 10.0
 CV2 = 4.0

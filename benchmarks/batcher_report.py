@@ -8,8 +8,6 @@ from typing import Any
 
 from harness import RESULTS
 
-__all__ = ["report"]
-
 OURS = ("SlackFit", "HullFit")
 
 

@@ -19,19 +19,18 @@ Python's standard library and of scikit-learn's descriptions of data sets. Parts
 from __future__ import annotations
 
 import argparse
-import ast
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from distill import Chunks, package_folder, smollm2_model, smollm2_texts
+from distill import Chunks, docstrings, package_folder, smollm2_model, smollm2_texts
 from harness import Run, interleaved_ms, options_of, run, table
 from peers import import_torchvision
 from torch import Tensor
@@ -50,19 +49,6 @@ SHARES = (0.6, 0.7, 0.8)
 SEEDS = (0, 1)
 
 
-def docstrings(files: Iterable[Path]) -> str:
-    """Return the long docstrings of some files, each once."""
-    kinds = ast.Module | ast.FunctionDef | ast.ClassDef
-    texts = list[str]()
-    for file in files:
-        try:
-            nodes = ast.walk(ast.parse(file.read_text("utf-8", errors="replace")))
-            texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
-        except (SyntaxError, ValueError):
-            continue
-    return "\n\n".join(dict.fromkeys(text for text in texts if len(text) > 200))
-
-
 def texts() -> dict[str, Tensor]:
     """Return chunks of tokens (N, LENGTH): `calibration`, and `docstrings` and `other` to measure on."""
     import elastic_smollm2
@@ -76,10 +62,11 @@ def texts() -> dict[str, Tensor]:
         return parts[torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))][:count]
 
     packages = [sorted(package_folder(name).glob("*/*.py")) for name in ("scipy", "numpy")]
+    measured = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
     return {
-        "calibration": chunks(docstrings([file for files in packages for file in files]), 16, 1),
-        "docstrings": chunks(docstrings(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))), 8, 0),
+        "calibration": chunks("\n\n".join(docstrings(chain(*packages), 201)), 16, 1),
+        "docstrings": chunks("\n\n".join(docstrings(measured, 201)), 8, 0),
         "other": chunks("\n".join(f.read_text("utf-8") for f in descriptions), 8, 0),
     }
 

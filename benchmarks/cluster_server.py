@@ -24,13 +24,10 @@ MOST = 4
 
 def ours(args: argparse.Namespace) -> None:
     """Serve the application that `subnetact.cluster.build_app` makes, behind Ray's HTTP proxy."""
-    from subnetact.cluster import Autoscaling, build_app
+    from subnetact.cluster import build_app
 
-    scaling = None
-    if args.floor is not None:
-        scaling = Autoscaling(args.floor, most=args.replicas, patience_s=args.patience_s)
     settings = {"slo_ms": args.slo_ms, "workers": args.threads, "policy": args.policy}
-    app = build_app(args.bundle, args.replicas, autoscaling=scaling, fronts=1, name="digits", **settings)
+    app = build_app(args.bundle, args.replicas, fronts=1, name="digits", **settings)
     on_ray(args, args.replicas * args.threads, lambda _: app)
 
 
@@ -98,8 +95,6 @@ def main() -> None:
     parser.add_argument("--policy", default="slackfit:4")
     parser.add_argument("--slo-ms", type=float, default=250.0)
     parser.add_argument("--subnet", type=int, default=0)
-    parser.add_argument("--floor", type=float, help="of accuracy; replicas follow the load")
-    parser.add_argument("--patience-s", type=float, default=8.0)
     args = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     print(json.dumps(vars(args)), flush=True)

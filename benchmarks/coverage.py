@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from hand_networks import GPT, NETWORKS
-from harness import write_section
+from harness import RESULTS, header, read, save, write_section
 from peers import import_torchvision
 from tiny_mixtures import families, restated, tiny_mixture
 from torch import nn
@@ -53,7 +53,6 @@ from subnetact.errors import SubnetActError
 from subnetact.insertion import fold_
 from subnetact.supernet.batches import call_with, logits
 
-RESULTS = Path(__file__).parent / "results" / "coverage.json"
 LIMIT_S = 1500
 TOLERANCE = 1e-5
 MASKED = 5e-5
@@ -589,7 +588,7 @@ def _run_here(name: str, pixels: int | None, answer: Any) -> None:
         answer.send({"failed": f"{type(error).__name__}: {error}"[:300]})
 
 
-def report(document: dict[str, Any]) -> str:
+def report(document: dict[str, Any]) -> list[str]:
     """Return the table of the benchmarks page."""
     models, facts = document["models"], document.get("machine", {})
     lines = [
@@ -636,7 +635,7 @@ def report(document: dict[str, Any]) -> str:
         why = facts.get("refused") or facts.get("failed") or "; ".join(facts.get("wrong", []))
         why = " ".join(why.split())[:160].replace("|", "/")
         lines.append(f"| {name} | {facts.get('seconds', '')} | {least} | {axes} | {why} |")
-    return "\n".join([*lines, *_mixtures(document.get("experts", {}))])
+    return [*lines, *_mixtures(document.get("experts", {}))]
 
 
 def _mixtures(families: dict[str, Any]) -> list[str]:
@@ -677,7 +676,7 @@ def main() -> None:
         "--pixels", type=int, help="with --only: insert on images of this size, in a result of their own"
     )
     parser.add_argument("--only", default="", help="run models whose names contain this text")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "coverage.json")
     parser.add_argument("--again", action="store_true", help="run models that are done already")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
@@ -688,34 +687,26 @@ def main() -> None:
         print(json.dumps(mixture(name) if source == "experts" else coverage(source, name)))
         return
     if args.report:
-        write_section("coverage", report(known(args.out)).splitlines())
+        write_section("coverage", report(read(args.out)))
         return
     torch.set_num_threads(1)
-    packages = ("timm", "transformers")
-    versions = {package: importlib.import_module(package).__version__ for package in packages}
     wanted = names()
-    every = dict.fromkeys((*wanted, *known(args.out)["models"]))
+    every = dict.fromkeys((*wanted, *read(args.out).get("models", ())))
     order = {name: place for place, name in enumerate(every)}
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
         place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
         place = "experts" if name.startswith("experts:") else place
-        if args.again or key not in known(args.out).get(place, {}):
+        if args.again or key not in read(args.out).get(place, {}):
             facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
             facts["cpu"] = machine(torch.device("cpu"))["device_name"]
-            document = known(args.out)
+            document = read(args.out)
             models = {**document.get(place, {}), key: facts}
             document[place] = {
                 n: models[n] for n in sorted(models, key=lambda n: order.get(n.split("@")[0], len(order)))
             }
-            document["machine"] = {**machine(torch.device("cpu")), **versions}
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(report(known(args.out)))
-
-
-def known(path: Path) -> dict[str, Any]:
-    """Return the results so far."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"models": {}}
-    return found
+            document["machine"] = header(["timm", "transformers"])
+            save(args.out, document)
+    print("\n".join(report(read(args.out))))
 
 
 if __name__ == "__main__":

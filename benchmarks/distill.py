@@ -19,15 +19,15 @@ import ast
 import copy
 import json
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import RESULTS, read
 from peers import import_torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -40,8 +40,6 @@ from subnetact.supernet.supernet import Supernet
 from subnetact.training import DistillationReport, distill_
 from subnetact.training.run import even_subnet
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / "distill.json"
 SEEDS = 5
 PRETRAINING, STEPS = 300, 150
@@ -261,18 +259,16 @@ def timm_model(known: dict[str, Any], names: Sequence[str]) -> None:
 # -- SmolLM2 -------------------------------------------------------------------------------------------
 
 
-def docstrings(folder: Path) -> list[str]:
-    """Return the long docstrings below a folder, always in the same order."""
-    found: list[str] = []
-    for path in sorted(folder.rglob("*.py")):
+def docstrings(files: Iterable[Path], least: int) -> list[str]:
+    """Return the docstrings of files that have at least so many characters, each once, in the same order."""
+    found: dict[str, None] = {}
+    for path in files:
         with warnings.catch_warnings(), suppress(SyntaxError, ValueError):
             warnings.simplefilter("ignore")  # of invalid escapes
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
                 if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                    text = ast.get_docstring(node) or ""
-                    if len(text) > 400:
-                        found.append(text)
-    return list(dict.fromkeys(found))
+                    found[ast.get_docstring(node) or ""] = None
+    return [text for text in found if len(text) >= least]
 
 
 def package_folder(name: str) -> Path:
@@ -297,7 +293,7 @@ def texts(tokenizer: Any, tokens: int) -> dict[str, Tensor]:
     known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
     parts, count = [known[32:]], len(known[32:]) * LENGTH
     for name in PACKAGES:
-        found = docstrings(package_folder(name)) if count < tokens else []
+        found = docstrings(sorted(package_folder(name).rglob("*.py")), 401) if count < tokens else []
         for i in range(0, len(found), 200):
             if count < tokens:
                 parts.append(chunks("\n\n".join(found[i : i + 200])))
@@ -649,7 +645,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.steps is not None:
         args.minutes = None
-    known = json.loads(OUT.read_text()) if OUT.exists() else {}
+    known = read(OUT)
     if args.digits:
         digits(known)
     if args.timm:

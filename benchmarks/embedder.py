@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import ast
 import random
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-from distill import package_folder
+from distill import docstrings, package_folder
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -28,14 +25,8 @@ QUERIES, DOCUMENTS, NEAREST = 250, 1000, 10
 
 def paragraphs(package: str) -> list[list[str]]:
     """Return the docstrings of a package in paragraphs, always in the same order."""
-    found: dict[str, None] = {}
-    for path in sorted(package_folder(package).rglob("*.py")):
-        with warnings.catch_warnings(), suppress(SyntaxError, ValueError):
-            warnings.simplefilter("ignore")  # of invalid escapes
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
-                if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                    found[ast.get_docstring(node) or ""] = None
-    return [[part.strip() for part in text.split("\n\n")] for text in found]
+    texts = docstrings(sorted(package_folder(package).rglob("*.py")), 0)
+    return [[part.strip() for part in text.split("\n\n")] for text in texts]
 
 
 def padded(rows: Sequence[Sequence[int]], length: int | None = None) -> dict[str, Tensor]:

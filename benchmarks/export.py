@@ -1,6 +1,6 @@
-"""Measures exports: agreement with the supernet, size, load time, memory, and the time of every route.
+"""Measures exports: agreement with the supernet, size, load time, memory, switching in C++.
 
-    python benchmarks/export.py [--only torchscript formats routes] [--families ...] [--full]
+    python benchmarks/export.py [--only torchscript formats] [--families ...] [--full]
     python benchmarks/export.py --report
 
 torchscript: outputs are compared before saving and after loading. A separate process loads the file after it
@@ -9,9 +9,8 @@ of libraries. `resident_MiB_beyond_file` is the memory that TorchScript itself n
 of every class. The programs of `examples/cpp` are built and run (g++, cmake, ninja).
 formats: the same for the format with one program per subnet, ONNX, in a fresh process that has imported torch
 and onnxruntime and has run a convolution. Earlier rows are of formats that are gone.
-routes: how long one subnet takes as an ONNX file in onnxruntime, as a TorchScript file, as the fused Engine
-and as the view, in turns, at batch sizes 1, 2, 4 and 8, for three subnets of the digits supernet, of
-OFA-ResNet50 (random weights, 96 x 96 pixels) and of OFA-MobileNetV3.
+How long one subnet takes by other routes is measured by `runtimes.py`, and was here (`routes` in
+results/trials.json).
 
 Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
 for the family, else random. `--full` adds ofa_resnet50 at its full size.
@@ -32,11 +31,10 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from harness import ROOT, Run, interleaved_ms, options_of, ratios, run, table
+from harness import ROOT, Run, options_of, run, table
 from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -44,7 +42,6 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
-from subnetact.digits import load_digits_supernet
 from subnetact.export import to_onnx, to_torchscript
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
@@ -302,55 +299,6 @@ def load_and_measure(folder: Path) -> dict[str, float]:
     }
 
 
-def routes(
-    name: str, supernet: Any, shape: tuple[int, ...], folder: Path, seconds: float
-) -> list[dict[str, Any]]:
-    """Return the latency of three subnets by every route, in ms on one thread."""
-    import onnxruntime
-
-    space = supernet.space
-    between = next(spec for spec in space.sample(1, 5) if spec not in (space.smallest(), space.largest()))
-    specs = [space.smallest(), between, space.largest()]
-    batches = {size: torch.randn(size, *shape) for size in (1, 2, 4, 8)}
-    engine = subnetact.Engine(
-        supernet, specs, example=batches[1], allow_uncalibrated=True, memory_budget_mb=2000
-    )
-    to_onnx(engine, folder / "onnx")
-    scripted: Any = to_torchscript(engine, folder / "model.pt")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    rows = []
-    for i, spec in enumerate(specs):
-        assert engine.is_fused(i), engine.stats().unfused
-        file = folder / "onnx" / f"subnet-{i}.onnx"
-        session = onnxruntime.InferenceSession(file, options, providers=CPU_ONLY)
-        view, number = supernet.subnet(spec), torch.tensor([i])
-        for size, x in batches.items():
-            runs: dict[str, Callable[[], Any]] = {
-                "onnxruntime": partial(session.run, None, {"input": x.numpy()}),
-                "Engine": partial(engine, x, i),
-                "TorchScript": partial(scripted, x, number),
-                "view": partial(view, x),
-            }
-            with torch.inference_mode():
-                for _ in range(3):  # TorchScript optimises in its first calls
-                    (onnx_output,), *outputs = [run() for run in runs.values()]
-                for output in (torch.from_numpy(onnx_output), *outputs[:-1]):
-                    torch.testing.assert_close(output, outputs[-1], atol=1e-3, rtol=1e-3)
-                times = interleaved_ms(runs, seconds)
-            row: dict[str, Any] = {
-                "network": name,
-                "subnet": ("smallest", "between", "largest")[i],
-                "batch_size": size,
-            }
-            row["passes"] = len(times["view"])
-            row["ms"] = {route: round(median(taken), 3) for route, taken in times.items()}
-            row["of_the_engine"] = {route: round(r, 3) for route, r in ratios(times, "Engine").items()}
-            print(row, flush=True)
-            rows.append(row)
-    return rows
-
-
 # -- parts and page ----------------------------------------------------------------------------------
 
 
@@ -393,17 +341,6 @@ def formats_part(this: Run) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def routes_part(this: Run) -> dict[str, Any]:
-    rows = []
-    torch.manual_seed(0)
-    for name in ("digits", "ofa_resnet50", "ofa_mbv3"):
-        supernet = load_digits_supernet() if name == "digits" else load(name).eval()
-        shape = (1, 16, 16) if name == "digits" else (3, 96, 96)
-        with tempfile.TemporaryDirectory() as folder:
-            rows += routes(name, supernet, shape, Path(folder), this.args.seconds)
-    return {"rows": rows}
-
-
 def report(known: dict[str, Any]) -> list[str]:
     on = known["torchscript"]["machine"]
     head = ["format", "family", "subnets", "difference from eager", "files, weights stored"]
@@ -431,13 +368,12 @@ def main() -> None:
     if sys.argv[1:2] == ["--load"]:  # the fresh process of `fresh`
         print(json.dumps(load_and_measure(Path(sys.argv[2]))))
         return
-    parts = {"torchscript": torchscript_part, "formats": formats_part, "routes": routes_part}
+    parts = {"torchscript": torchscript_part, "formats": formats_part}
     parser = options_of(__doc__, "export", parts)
     parser.add_argument("--families", nargs="*", default=list(families()))
     parser.add_argument("--subnets", type=int, default=50, help="of a TorchScript file")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--image-size", type=int, default=96, help="of TorchScript at full size")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per cell of the routes")
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
     run(parser, "export", parts, report, ["onnxruntime"])
 

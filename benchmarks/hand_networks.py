@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "NETWORKS"]
-
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 50, 32
 
 

@@ -21,23 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = [
-    "RESULTS",
-    "ROOT",
-    "Run",
-    "header",
-    "interleaved_ms",
-    "options_of",
-    "plot_bars",
-    "ratios",
-    "read",
-    "resident_mb",
-    "run",
-    "save",
-    "table",
-    "write_section",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().with_name("results")
 sys.path += [str(ROOT / folder) for folder in ("tests", "examples")]  # Some measure what is made there.

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import write_section
+from harness import RESULTS, header, write_section
 from meaning_models import CASES, Case
 from meaning_reference import reference_of, relative_difference, tensors_in, used_elements
 from peers import import_torchvision
@@ -38,12 +38,10 @@ from tqdm import tqdm
 
 import subnetact
 from subnetact import Supernet
-from subnetact.device import machine
 from subnetact.errors import SubnetActError, first_line
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 
-RESULTS = Path(__file__).parent / "results" / "meaning.json"
 SMALL = "small choices"
 SMALL_CHOICES = [0.01, 0.3, 0.6, 1.0]
 GRADIENTS = 3e-3
@@ -279,7 +277,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="run models whose `kind: name` contains this text")
     parser.add_argument("--subnets", type=int, default=8, help="random subnets of every model")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="written if all models run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "meaning.json")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
     if args.report:
@@ -295,7 +293,7 @@ def main() -> int:
             tqdm.write(json.dumps(rows[-1]))
     packages = ("torch", "torchvision", "transformers")
     document: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")),
+        "machine": header(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "seconds": _since(started),
         "kinds": totals(rows),

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn import Conv1d, Conv2d, Embedding, LayerNorm, Linear, ModuleList, Parameter, Sequential
 
-__all__ = ["CASES", "Case"]
-
 Batch = Any
 
 

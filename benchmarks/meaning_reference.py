@@ -21,8 +21,6 @@ from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.unused_weights import _used
 
-__all__ = ["reference_of", "relative_difference", "tensors_in", "used_elements"]
-
 SENTINEL = 1e5
 """Larger numbers that are equal on both sides, -1e9 where padded, say nothing about an output's scale."""
 

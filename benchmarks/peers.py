@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["import_torchvision", "upstream_network"]
-
 
 def import_torchvision() -> None:
     """Import torchvision, whose operators are missing if it was built for CUDA and torch was not."""

@@ -13,28 +13,22 @@ of four seeds, none of which was used while the method and the constants of Hull
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from harness import write_section
+from harness import ROOT, Run, options_of, run, table
 from tqdm import tqdm
 
-from subnetact import __version__
 from subnetact.latency import LatencyTable
 from subnetact.serving import Fixed, HullFit, Policy, SlackFit, fluid_bound, simulate, superserve_a40
 from subnetact.serving.policies import hullfit
 from subnetact.serving.scheduling.frontier import pareto_of_batch
 
-HERE = Path(__file__).parent
-TABLES = HERE.parent / "profiling" / "tables"
+TABLES = ROOT / "profiling" / "tables"
 MEASURED = {
     "mbv3": "intel-r-xeon-r-processor_1thread_torch2.13.0_ofa-mbv3_224px_zero-copy.json",
     "resnet50": "intel-r-xeon-r-processor_1thread_torch2.13.0_ofa-resnet50_96px_zero-copy.json",
@@ -276,22 +270,26 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def report(document: dict[str, Any]) -> None:
-    """Write the results into results/policy_grid.md."""
-    lines = [
-        "| cells | number | mean lead | more than 0.2, 0.5 points behind | worst | HullFit | SlackFit, K = 4"
-        " | K = 8 | best fixed | HullFit, SlackFit (K = 8) to the fluid bound |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def report(document: dict[str, Any]) -> list[str]:
+    """Return the lines of results/policy_grid.md."""
+    head = ["cells", "number", "mean lead", "more than 0.2, 0.5 points behind", "worst", "HullFit"]
+    head += ["SlackFit, K = 4", "K = 8", "best fixed", "HullFit, SlackFit (K = 8) to the fluid bound"]
+    table_rows = []
     for name, rows in document["cells"].items():
         found = summary(rows)
         means, gaps = found["mean"], found.get("to_bound")
-        shown = " | ".join(f"{means[k]:.2f}" for k in ("hullfit", "slackfit:4", "slackfit:8", "fixed"))
-        distance = f"{gaps['hullfit']:.2f}, {gaps['slackfit:8']:.2f}" if gaps else ""
-        lines.append(
-            f"| {name} | {found['cells']} | {found['mean_lead']:+.2f} | {1 - found['share_near']:.1%}, "
-            f"{1 - found['share_not_far']:.1%} | {found['worst']:+.2f} | {shown} | {distance} |"
+        table_rows.append(
+            [
+                name,
+                found["cells"],
+                f"{found['mean_lead']:+.2f}",
+                f"{1 - found['share_near']:.1%}, {1 - found['share_not_far']:.1%}",
+                f"{found['worst']:+.2f}",
+                *(f"{means[k]:.2f}" for k in ("hullfit", "slackfit:4", "slackfit:8", "fixed")),
+                f"{gaps['hullfit']:.2f}, {gaps['slackfit:8']:.2f}" if gaps else "",
+            ]
         )
+    lines = table(head, table_rows)
     leads = [row["lead"] for name, rows in document["cells"].items() if "seed" in name for row in rows]
     if leads:
         quantiles = ", ".join(f"{np.quantile(leads, q):+.2f}" for q in (0.0, 0.01, 0.05, 0.5, 0.95, 1.0))
@@ -300,49 +298,33 @@ def report(document: dict[str, Any]) -> None:
             f"Over all {len(leads)} random cells the lead is {mean(leads):+.2f} on average; its least value, "
             f"1st, 5th, 50th and 95th percentiles and greatest value are {quantiles}.",
         ]
-    write_section("policy_grid", lines)
+    return lines
+
+
+def cells(this: Run) -> None:
+    """Measure the cells that are missing."""
+    args, document = this.args, this.known
+    setting = {"seeds": list(args.seeds), "requests": args.requests, "margin": MARGIN, "reserve": RESERVE}
+    if document.setdefault("setting", setting) != setting:
+        raise SystemExit(f"{args.out} has {document['setting']}; remove the file or give those options")
+    plan = {f"random, seed {seed}": random_cells(args.cells, seed) for seed in args.seeds}
+    plan |= {"regular, 1 worker": regular_cells(1), "regular, 4 workers": regular_cells(4)}
+    rows = document.setdefault("cells", {})
+    for name, every in plan.items():
+        done = rows.setdefault(name, [])
+        for cell in tqdm(every[len(done) :], desc=name):
+            done.append(measure(cell, args.requests, bound=name.startswith("regular")))
+            document["summary"] = {kind: summary(found) for kind, found in rows.items() if found}
+            this.save()
 
 
 def main() -> None:
-    """Measure the cells that are missing, or write the report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cells", type=int, default=400, help="number of random cells per seed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the random cells")
-    parser.add_argument("--requests", type=int, default=3000, help="least number of requests per trace")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_grid.json")
-    parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
-    args = parser.parse_args()
-    stamp = {
-        "subnetact": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "machine": platform.machine(),
-    }
-    document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.report:
-        return report(document)
-    setting = {"seeds": list(args.seeds), "requests": args.requests, "margin": MARGIN, "reserve": RESERVE}
-    if document and document["setting"] != setting:
-        raise SystemExit(f"{args.out} has {document['setting']}; remove the file or give those options")
-    document["setting"] = setting
-    document["stamp"] = stamp
-    plan = {
-        **{f"random, seed {seed}": random_cells(args.cells, seed) for seed in args.seeds},
-        "regular, 1 worker": regular_cells(1),
-        "regular, 4 workers": regular_cells(4),
-    }
-    rows = document.setdefault("cells", {})
-    for name, cells in plan.items():
-        done = rows.setdefault(name, [])
-        for cell in tqdm(cells[len(done) :], desc=name):
-            done.append(measure(cell, args.requests, bound=name.startswith("regular")))
-            document["summary"] = {kind: summary(found) for kind, found in rows.items() if found}
-            partial = args.out.with_suffix(".part")
-            partial.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
-            partial.replace(args.out)
-    return None
+    parser = options_of(__doc__, "policy_grid")
+    add = parser.add_argument
+    add("--cells", type=int, default=400, help="number of random cells per seed")
+    add("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the random cells")
+    add("--requests", type=int, default=3000, help="least number of requests per trace")
+    run(parser, "policy_grid", {"cells": cells}, report, ["subnetact", "numpy"], machine_of_each=False)
 
 
 if __name__ == "__main__":

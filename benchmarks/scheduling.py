@@ -97,30 +97,6 @@ def suite() -> Section:
     return section
 
 
-def load_scales() -> Section:
-    """Compare HullFit with the best of SlackFit (any K), MaxBatch and fixed subnets at several loads."""
-    section: Section = {}
-    names = ["hullfit", *SLACKFITS, "maxbatch", *(f"fixed:{i}" for i in range(6))]
-    for scale in tqdm((1.0, 1.25, 1.5, 1.75, 2.0, 2.15), desc="load scales"):
-        traces = {
-            "bursty 4900 cv2=4": bursty(1500 * scale, 4900 * scale, 4, 15, seed=0),
-            "time-varying tau=500": time_varying(2500 * scale, 7400 * scale, 500 * scale, 8, 5, 10, seed=0),
-            "maf (first 40 s)": load_trace("maf", scale, seed=0, duration_s=40.0),
-        }
-        for trace_name, trace in traces.items():
-            rows = {name: simulated(name, trace) for name in names}
-            best = rows.pop("hullfit")
-            other = max((row["effective_accuracy"], name) for name, row in rows.items())
-            section[f"x{scale} {trace_name}"] = {
-                "hullfit": best,
-                "next": other[1],
-                "next_effective_accuracy": other[0],
-                "loss": max(0.0, other[0] - best["effective_accuracy"]),
-            }
-    section["largest_loss"] = max(row["loss"] for row in section.values())
-    return section
-
-
 def robustness() -> Section:
     """Simulate noise, overload, minimum accuracies and fewer workers."""
     maf = load_trace("maf", 2.0)
@@ -322,7 +298,6 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "robustness": robustness,
     "faults": faults,
     "scaling": scaling,
-    "load_scales": load_scales,
     "figures": figures,
     "suite": suite,
 }
@@ -343,7 +318,6 @@ def report(document: dict[str, Any]) -> list[str]:
     lines = [f"{SETTING_IN_WORDS}.", "", PAPER]
     for name, write in (
         ("suite", _suite),
-        ("load_scales", _load_scales),
         ("robustness", _robustness),
         ("faults", _faults),
         ("scaling", _scaling),
@@ -384,29 +358,6 @@ def _suite(section: dict[str, Any]) -> list[str]:
         "attainment. In this simulation SlackFit depends on the number of buckets, which the paper does not",
         "give: K = 4 keeps 2 to 3 ms in reserve by accident and reaches these values; K = 8 to 32 do not on",
         "the heavy traces.",
-    ]
-
-
-def _load_scales(section: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            name,
-            f"{row['hullfit']['effective_accuracy']:.3f}",
-            row["hullfit"]["missed"],
-            row["next"],
-            f"{row['next_effective_accuracy']:.3f}",
-            f"{row['loss']:.3f}",
-        ]
-        for name, row in section.items()
-        if isinstance(row, dict)
-    ]
-    return [
-        "## Other loads: HullFit against the best of SlackFit (K = 4, 8, 16, 32), MaxBatch and fixed subnets",
-        "",
-        *table(["load and trace", "hullfit", "missed", "best other", "its accuracy", "loss"], rows),
-        "",
-        f"Largest loss of HullFit against the best other policy: {section['largest_loss']:.3f} points of "
-        "effective accuracy.",
     ]
 
 

@@ -8,21 +8,18 @@ kind allows, memory does not grow, and closing leaves no thread.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
-import platform
 import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import options_of, resident_mb, run
 
 from subnetact.errors import (
     BatchFailed,
@@ -200,15 +197,6 @@ async def loop_client(batcher: Batcher, numbers: range, window: int, account: Ac
         await asyncio.gather(*list(tasks))
 
 
-def resident_mb() -> float:
-    """Return the resident memory of this process in MiB; NaN if there is no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return float("nan")
-    return pages * 4096 / 2**20
-
-
 def soak(requests: int, workers: int = 4) -> dict[str, Any]:
     """Run the clients.
 
@@ -266,21 +254,15 @@ def soak(requests: int, workers: int = 4) -> dict[str, Any]:
         "batch_limits": {str(subnet): most for subnet, most in stats.batch_limits.items()},
         "resident_mb": {"after a fifth": round(warm, 1), "at the end": round(memory[-1][1], 1)},
         "threads_left": len(left),
-        "machine": {"python": platform.python_version(), "system": platform.system()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, "soak")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak.json")
-    args = parser.parse_args()
     logging.disable(logging.WARNING)  # every killed worker is logged
-    result = soak(args.requests, args.workers)
-    text = json.dumps(result, indent=1)
-    args.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    run(parser, "soak", {"faults": lambda this: soak(this.args.requests, this.args.workers)})
 
 
 if __name__ == "__main__":

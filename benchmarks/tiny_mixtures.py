@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["EXPERTS_PER_TOKEN", "families", "restated", "tiny_mixture"]
-
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 """Fields of configurations."""
 
