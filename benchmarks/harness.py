@@ -90,6 +90,7 @@ def options_of(doc: str | None, name: str, parts: Iterable[str] = ()) -> Argumen
         parts: what may be measured by itself.
     """
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.set_defaults(only=None)
     if parts:
         parser.add_argument("--only", nargs="+", choices=[*parts], help="measure these parts; default: all")
     parser.add_argument("--threads", type=int, default=1)
