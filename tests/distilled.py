@@ -77,20 +77,9 @@ def distilled(state: str | None, own: bool, deadly: int | None = None) -> Distil
             "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS),
             "accumulate": 2,
         }
-    batches = Batches(deadly)
-    held_out = labelled(3, 2)
-    return distill_(
-        supernet,
-        batches,
-        held_out=held_out,
-        steps=STEPS,
-        calibration=2,
-        resume=state,
-        save_every_s=0.0,
-        progress=False,
-        metric=nn.functional.cross_entropy,
-        **given,
-    )
+    given |= {"metric": nn.functional.cross_entropy, "resume": state, "save_every_s": 0.0}
+    given |= {"held_out": labelled(3, 2), "steps": STEPS, "calibration": 2, "progress": False}
+    return distill_(supernet, Batches(deadly), **given)
 
 
 if __name__ == "__main__":

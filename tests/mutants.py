@@ -1,8 +1,8 @@
 """Changes the package in one place at a time and counts what the tests notice.
 
-`python tests/mutants.py --per-room 6 --seed 0 --out mutants.json` draws places in `scheduling`, `generation`,
-`operators` and `insertion` (a comparison, a sum, a number, an `and`), changes one of them in a copy of the
-project, and runs the tests of its room until the first one fails. A mutant that no test notices "survives".
+`python tests/mutants.py --per-room 6 --seed 0 --out mutants.json` draws places in each of `ROOMS` (a sum, a
+comparison, a number, an `and`), changes one of them in a copy of the project, and runs the tests of its room
+until the first one fails. A mutant that no test notices "survives".
 Run it before and after tests were rewritten: a seed draws the same places while the package is the same.
 """
 
@@ -29,6 +29,12 @@ ROOMS = {
     "subnetact/generation": "tests/generation",
     "subnetact/operators": "tests/operators",
     "subnetact/insertion": "tests/insertion",
+    "subnetact/engine": "tests/engine",
+    "subnetact/export": "tests/export",
+    "subnetact/calibration": "tests/calibration",
+    "subnetact/latency": "tests/latency",
+    "subnetact/nas": "tests/nas",
+    "subnetact/files": "tests/files",
 }
 """Every room with the folder of its tests."""
 PAIRS = (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from elastic_networks import one_width
 from torch import nn
 
-from subnetact import Axis, SubnetSpace, Supernet, insert_
-from subnetact.operators import SubnetNorm, WeightSlice
+from subnetact import Supernet
 
 BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -21,15 +19,5 @@ def pretrained(seed: int = 0) -> nn.Module:
     return network.eval()
 
 
-def first_choice(values: Any) -> dict[str, int]:
-    return {"c": values["c"][0]}
-
-
 def supernet_of(network: nn.Module) -> Supernet:
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], first_choice)
-    elastic = {
-        "0": WeightSlice.on(out="c"),
-        "1": SubnetNorm.on(channels="c"),
-        "3": WeightSlice.on(in_="c"),
-    }
-    return insert_(network, space, elastic)
+    return one_width(network, {"0": "out", "1": "norm", "3": "in"})

@@ -35,10 +35,6 @@ def small_model(library: str) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
         return small_decoder("Qwen3MoeConfig", num_hidden_layers=2, **experts), TOKENS, {}
     config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     return randomize_(transformers.BertForSequenceClassification(config).eval()), TOKENS, {}

@@ -10,20 +10,253 @@ import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import door_changes as changes
-import door_runs as runs
 import pytest
 import torch
+from door_acts import act_of
 from door_models import Door, compute, equal
-from door_table import COLUMNS, TABLE, Outcome, Row
 from torch import nn
+
+from subnetact.errors import EngineError, InsertError, SubnetActError, TrainingError, ViewError
 
 pytest.importorskip("timm")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the tools
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell of the table says: the subject does as an ordinary module, or refuses, or either."""
+
+    same: bool = True
+    error: Any = None  # with which it may refuse, naming `names`
+    names: str = ""
+    shared: bool = False  # the act writes the weights, of which there is one copy for all subnets
+    late: bool = False  # it is refused when the changed model runs, and not before
+    beneath: bool = False  # the act is done to the supernet of the engine
+
+
+SAME, WRITES, FOLLOWS = Outcome(), Outcome(shared=True), Outcome(beneath=True)
+NOT = None
+"""Not meant."""
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def refused(error: Errors, names: str, **options: bool) -> Outcome:
+    return Outcome(same=False, error=error, names=names, **options)
+
+
+def or_refused(error: Errors, names: str, **options: bool) -> Outcome:
+    return Outcome(error=error, names=names, **options)
+
+
+SHARES = refused(ViewError, "extract")
+OR_SHARES = or_refused(ViewError, "extract|deepcopy")
+BUNDLE = refused(EngineError, r"Engine\.load")
+OR_OF_A_SUBNET = or_refused((AttributeError, SubnetActError), r"subnet\(spec\)|supernet\.network")
+FOREIGN = or_refused(
+    (ViewError, RuntimeError, NotImplementedError), "extract|contiguous|stride|require gradient"
+)
+"""Torch refuses the strides of a view, or that it is frozen."""
+PARTLY = or_refused(SubnetActError, "only=|as_pretrained")
+UNSWAPPED = or_refused(RuntimeError, "swap")
+SIZES_DIFFER = refused(RuntimeError, "size mismatch")
+NEEDS_SANDWICH = refused(TrainingError, r"SandwichTraining.*supernet\.network")
+INSERT_AGAIN = or_refused(SubnetActError, r"remove\(\)|insert_|subnet\(spec\)", late=True)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One act, by its name, on one kind of model: what a supernet, a view, an extract and an engine do."""
+
+    act: str
+    kind: str
+    cells: tuple[Outcome | None, ...]
+    tolerance: float = 5e-5  # how far results may be apart, more in half precision
+    after: bool = True  # the model runs after the act
+    cut: bool = True  # a small model can be cut out of an ordinary model after the act
+    needs: str = "torch"  # a library without which the row is skipped
+
+
+def row(
+    act: str, kind: str, supernet: Any, view: Any, extract: Any, engine: Any = NOT, **options: Any
+) -> Row:
+    return Row(act, kind, (supernet, view, extract, engine), **options)
+
+
+TABLE = [
+    # act, kind of model, supernet, view, extract, engine
+    row("state_dict_elsewhere", "llama", SAME, SAME, SAME),
+    row("state_dict_elsewhere", "resnet", SAME, SAME, SAME),
+    row("load_state_dict", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("load_state_dict", "resnet", SAME, SHARES, SAME),
+    row("load_by_assignment", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("load_named_tensors", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("load_without_tied_name", "tied", SAME, SHARES, SAME, FOLLOWS),
+    row("save_and_load_weights", "llama", SAME, SAME, SAME),
+    row("saved_tensor_hides_nothing", "vit", SAME, SAME, SAME),
+    row("pickle_module", "llama", SAME, SHARES, SAME, BUNDLE),
+    row("shallow_copy", "llama", refused(ViewError, "deepcopy"), SAME, SAME, BUNDLE),
+    row("deep_copy", "llama", SAME, SAME, SAME, BUNDLE),
+    row("deep_copy", "tied", SAME, SAME, SAME),
+    row("safetensors_save_model", "tied", SAME, SAME, SAME),
+    row("safetensors_load_model", "tied", SAME, SHARES, SAME, FOLLOWS),
+    row("save_pretrained", "llama", SAME, PARTLY, PARTLY),
+    row("save_pretrained", "tied", SAME, PARTLY, PARTLY),
+    row("push_to_hub", "llama", SAME, PARTLY, PARTLY),
+    row("timm_save_for_hub", "resnet", NOT, SIZES_DIFFER, SIZES_DIFFER),
+    row("distributed_state_dict", "llama", SAME, SAME, SAME),
+    row("distributed_checkpoint", "llama", SAME, SAME, SAME),
+    row("state_of_a_parent", "llama", SAME, SAME, SAME),
+    row("load_a_part", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("load_through_a_parent", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("names_of_state_resolve", "llama", SAME, SAME, SAME),
+    row("names_of_state_resolve", "vit", SAME, SAME, SAME),
+    row("names_of_parameters_resolve", "llama", SAME, SAME, SAME),
+    row("state_with_gradients", "llama", SAME, SAME, SAME),
+    row("to_numpy", "llama", SAME, SAME, SAME),
+    row("share_memory", "llama", SAME, SAME, SAME, FOLLOWS),
+    row("memory_format", "resnet", SAME, SHARES, SAME, FOLLOWS),
+    row("insert_again", "llama", NOT, NOT, refused(InsertError, "as_pretrained"), after=False),
+    # dtypes, devices and modes
+    row("half", "llama", SAME, SHARES, SAME, FOLLOWS, tolerance=0.02),
+    row("half", "resnet", SAME, SHARES, SAME, FOLLOWS, tolerance=0.02),
+    row("bfloat16", "llama", SAME, SHARES, SAME, FOLLOWS, tolerance=0.1),
+    row("bfloat16", "vit", SAME, SHARES, SAME, FOLLOWS, tolerance=0.1),
+    row("double", "resnet", SAME, SHARES, SAME, FOLLOWS),
+    row("double_by_swapping", "llama", or_refused(RuntimeError, "swap"), SHARES, SAME),
+    row("double_by_overwriting", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("to_meta", "llama", SAME, SHARES, SAME, after=False),
+    row("to_empty", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("double_of_a_parent", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("train_mode", "resnet", SAME, SHARES, SAME),
+    row("assign_training", "resnet", NOT, OR_SHARES, SAME),
+    row("eval_mode", "llama", SAME, SAME, SAME, FOLLOWS),
+    row("requires_grad_on", "llama", SAME, SHARES, SAME),
+    row("requires_grad_off", "llama", SAME, SAME, SAME, FOLLOWS),
+    row("requires_grad_of_parameters", "llama", SAME, OR_SHARES, SAME),
+    row("zero_grad", "llama", SAME, SAME, SAME, FOLLOWS),
+    # values
+    row("halve_in_place", "llama", SAME, WRITES, SAME, FOLLOWS),
+    row("halve_in_place", "resnet", SAME, WRITES, SAME, FOLLOWS),
+    row("initialise_one", "llama", SAME, WRITES, SAME, FOLLOWS),
+    row("initialise_by_class", "resnet", SAME, WRITES, SAME, FOLLOWS),
+    row("reset_parameters", "resnet", NOT, OR_SHARES, SAME),
+    row("assign_data", "llama", SAME, NOT, SAME, FOLLOWS),
+    row("write_by_numpy", "llama", SAME, WRITES, SAME, FOLLOWS),
+    row("vector_to_parameters", "llama", SAME, NOT, SAME, FOLLOWS),
+    row("optimizer_step", "llama", SAME, SHARES, SAME, FOLLOWS),
+    row("optimizer_step", "tied", SAME, SHARES, SAME, FOLLOWS),
+    row("optimizer_step", "vit", SAME, SHARES, SAME, FOLLOWS),
+    row("gradient_hooks", "llama", SAME, FOREIGN, SAME, FOLLOWS),
+    row("replace_tensors", "llama", SAME, OR_SHARES, SAME, FOLLOWS, needs="accelerate"),
+    row("trainer_step", "llama", NEEDS_SANDWICH, SHARES, SAME, needs="accelerate"),
+    row("trainer_step", "tied", NEEDS_SANDWICH, SHARES, SAME, needs="accelerate"),
+    row("averaged_model", "llama", SAME, SAME, SAME),
+    row("update_bn", "resnet", or_refused(SubnetActError, "calibrate"), SHARES, SAME),
+    # modules
+    row("new_head", "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("new_head", "vit", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("new_head_on_itself", "resnet", or_refused(SubnetActError, "network"), OR_SHARES, SAME, cut=False),
+    row("scaled_layer", "resnet", SAME, OR_SHARES, SAME, cut=False),
+    row("write_modules", "resnet", SAME, OR_SHARES, SAME, cut=False),
+    row("swap_class", "llama", NOT, OR_SHARES, SAME),
+    row("delete_module", "llama", SAME, OR_SHARES, SAME, after=False),
+    row("delete_bias", "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("reset_classifier", "resnet", INSERT_AGAIN, OR_SHARES, SAME, after=False),
+    row("reset_classifier", "vit", INSERT_AGAIN, OR_SHARES, SAME, after=False),
+    row("register_buffer", "llama", SAME, OR_SHARES, SAME, FOLLOWS),
+    row("register_parameter", "llama", SAME, OR_SHARES, SAME, FOLLOWS),
+    row("assign_weight", "llama", SAME, OR_SHARES, SAME, FOLLOWS),
+    row("assign_weight", "vit", SAME, OR_SHARES, SAME, FOLLOWS),
+    row("write_registry", "llama", NOT, OR_SHARES, SAME),
+    row("wrap_forward", "llama", INSERT_AGAIN, OR_SHARES, SAME),
+    row("resize_token_embeddings", "llama", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
+    row("resize_token_embeddings", "tied", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
+    row("set_input_embeddings", "llama", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
+    row("exchange_tensors", "vit", UNSWAPPED, UNSWAPPED, SAME),
+    row("remove_last_layer", "llama", NOT, NOT, SAME),
+    row("set_input_size", "vit", NOT, OR_SHARES, SAME, after=False),
+    row("tie_weights", "tied", SAME, OR_SHARES, SAME, FOLLOWS),
+    row("prune_and_remove", "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("prune_global", "resnet", INSERT_AGAIN, FOREIGN, SAME, cut=False),
+    row("register_parametrization", "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("old_weight_norm", "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("quantize_dynamic", "llama", NOT, NOT, SAME),
+    row("convert_sync_batchnorm", "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
+    row("fuse_conv_bn", "resnet", NOT, OR_SHARES, SAME, cut=False),
+    row("offload", "llama", NOT, OR_SHARES, SAME, needs="accelerate"),
+    row("low_rank_adapters", "llama", SAME, OR_SHARES, SAME, FOLLOWS, cut=False, needs="peft"),
+    row("fully_shard", "llama", SAME, FOREIGN, SAME, after=False),
+    # settings
+    row("change_epsilon", "vit", SAME, OR_SHARES, SAME),
+    row("change_setting", "llama", SAME, OR_SHARES, SAME),
+    row("set_attention", "llama", NOT, OR_SHARES, SAME),
+    row("set_configuration", "llama", NOT, SAME, SAME),
+    row("set_feature_info", "resnet", NOT, SAME, SAME),
+    row("wrap_for_checkpointing", "llama", SAME, OR_SHARES, SAME, cut=False),
+    row("set_checkpointing", "llama", SAME, NOT, SAME, FOLLOWS),
+    row("set_checkpointing", "vit", SAME, NOT, SAME, FOLLOWS),
+    row("set_input_gradients", "llama", NOT, OR_SHARES, SAME),
+    row("plain_attribute", "llama", SAME, SAME, SAME, FOLLOWS),
+    # calls
+    row("call_by_name", "llama", SAME, SAME, SAME),
+    row("signature", "llama", NOT, SAME, SAME),
+    row("autocast", "llama", SAME, SAME, SAME, SAME, tolerance=0.1),
+    row("autocast", "resnet", SAME, SAME, SAME, SAME, tolerance=0.1),
+    row("inference_mode", "resnet", SAME, SAME, SAME, SAME),
+    row("forward_in_a_child", "llama", SAME, SAME, SAME, SAME),
+    row("two_threads", "vit", SAME, SAME, SAME, SAME),
+    row("same_dropout", "llama", SAME, NOT, SAME),
+    row("input_gradient", "vit", SAME, SAME, SAME),
+    row("torch_checkpoint", "resnet", SAME, SAME, SAME),
+    row("distributed_data_parallel", "llama", SAME, SHARES, SAME),
+    row("accelerate_prepare", "llama", SAME, SHARES, SAME, FOLLOWS, needs="accelerate"),
+    row("prepare_at_lower_precision", "llama", SAME, OR_SHARES, SAME, tolerance=0.1, needs="accelerate"),
+    row("generate", "llama", SAME, SAME, SAME),
+    row("generate_by_a_draft", "llama", SAME, SAME, SAME),
+    row("pipeline", "llama", SAME, SAME, SAME),
+    row("functional_call", "resnet", NOT, SAME, SAME),  # statistics of a supernet are those of the row
+    row("functional_call", "vit", SAME, SAME, SAME),
+    row("functional_call_meanwhile", "llama", NOT, OR_SHARES, SAME),
+    row("ensemble", "vit", SAME, SAME, SAME),
+    # what a model says of itself
+    row("count_parameters", "llama", SAME, SAME, SAME),
+    row("memory_footprint", "llama", OR_OF_A_SUBNET, SAME, SAME),
+    row("device_and_dtype", "llama", SAME, SAME, SAME),
+    row("isinstance_of_its_class", "vit", NOT, SAME, SAME),
+    row("exact_class", "vit", NOT, NOT, SAME),
+    row("number_of_features", "resnet", NOT, SAME, SAME),
+    row("number_of_features", "vit", NOT, SAME, SAME),
+    row("feature_information", "resnet", NOT, SAME, SAME),
+    row("configuration_of_sizes", "llama", SAME, SAME, SAME),
+    row("weight_decay_names", "vit", SAME, SAME, SAME),
+    row("count_flops", "vit", SAME, SAME, SAME),
+    row("profiler", "vit", SAME, SAME, SAME, SAME),
+    # hooks
+    row("hook_of_a_layer", "llama", SAME, SAME, SAME),
+    row("hook_of_a_layer", "resnet", SAME, SAME, SAME),
+    row("hook_of_the_root", "vit", SAME, SAME, SAME),
+    row("changing_hook", "resnet", SAME, NOT, SAME, cut=False),  # those of a view are for all who have it
+    row("backward_hook", "resnet", SAME, SAME, SAME),
+    row("global_hook", "resnet", SAME, SAME, SAME),
+    # graphs and exports
+    row("symbolic_trace", "resnet", or_refused(SubnetActError, "SubnetSpec"), SAME, SAME),
+    row("operations_trace", "vit", SAME, SAME, SAME),
+    row("feature_extractor", "resnet", NOT, OR_SHARES, SAME),
+    row("script_trace", "resnet", NOT, SAME, SAME),
+    row("script", "resnet", NOT, NOT, SAME),
+    row("export", "vit", NOT, SAME, SAME),
+    row("onnx", "resnet", NOT, SAME, NOT, needs="onnxscript"),
+    row("compiled_in_place", "vit", SAME, SAME, NOT),
+    row("compiled", "vit", SAME, SAME, SAME),
+    row("fake_tensors", "vit", SAME, SAME, SAME),
+]
+
+COLUMNS = ("supernet", "view", "extract", "engine")
 
 
 def cells() -> Iterator[Any]:
@@ -31,7 +264,7 @@ def cells() -> Iterator[Any]:
     for each in TABLE:
         for column, outcome in zip(COLUMNS, each.cells, strict=True):
             if outcome is not None:
-                name = f"{each.act.__name__}-{each.kind}-{column}"
+                name = f"{each.act}-{each.kind}-{column}"
                 yield pytest.param(each, column, outcome, id=name)
 
 
@@ -67,12 +300,13 @@ def require_same(each: Row, column: str, outcome: Outcome, door: Door) -> None:
     beneath = column == "supernet" or outcome.beneath
     ordinary = door.ordinary("supernet" if beneath else column)
     torch.manual_seed(0)
-    expected = value(each.act(ordinary, door), door)
+    act = act_of(each.act)
+    expected = value(act(ordinary, door), door)
     subject = door.subject(column)
     if outcome.beneath:
         door.served()
     torch.manual_seed(0)
-    result = value(each.act(door.supernet if outcome.beneath else subject, door), door)
+    result = value(act(door.supernet if outcome.beneath else subject, door), door)
     assert outcome.beneath or equal(result, expected, each.tolerance), "the act gives something else"
     if not each.after:
         return
@@ -114,7 +348,7 @@ def test_door(each: Row, column: str, outcome: Outcome, tmp_path: Path) -> None:
     others = column in ("view", "extract") and not outcome.shared
     before = door.answers() if others or (outcome.error and not outcome.late) else None
     alone = nullcontext()
-    if each.act in (changes.fully_shard, runs.distributed_data_parallel):
+    if each.act in ("fully_shard", "distributed_data_parallel"):
         alone = process_group(tmp_path)
     with alone:
         try:

@@ -54,7 +54,6 @@ def test_every_block_of_python_runs_as_it_stands(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_the_inserted_networks_are_what_their_descriptions_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names = names_after(ORDINARY)
@@ -103,9 +102,7 @@ def test_the_service_reaches_the_accuracy_that_its_block_states() -> None:
 
 
 @pytest.mark.slow
-def test_the_exported_digits_read_what_the_supernet_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exported_digits_read_as_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = names_after(EXPORT)
     _, held_out = read_digits()
@@ -116,32 +113,31 @@ def test_the_exported_digits_read_what_the_supernet_reads(
     assert torch.equal(names["x"], held_out.images[:4])
 
 
-def test_the_blocks_are_short() -> None:
+def test_the_readme_is_short_and_each_command_section_has_one_shell_block() -> None:
     assert len(BLOCKS) == 5
     assert len(README.encode()) <= 10_000
     assert len(README.splitlines()) <= 150
     for block in BLOCKS[1:]:
         assert len([line for line in block.splitlines() if line.strip()]) <= 10
-
-
-def test_each_command_section_has_one_shell_block() -> None:
     for title in ("Run it", "Test it"):
         section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
         assert section is not None
         assert section.group(1).count("```") == 2
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_of_the_readme_and_of_the_pages_of_results_leads_somewhere() -> None:
     headings = {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         for heading in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
     }
-    for target in re.findall(r"\]\(([^)\s]+)\)", README):
-        path, _, anchor = target.partition("#")
-        if path:
-            assert path.startswith("https://") or (ROOT / path).exists(), target
-        else:
-            assert anchor in headings, target
+    pages = [ROOT / "README.md", *(ROOT / "benchmarks" / "results").glob("*.md")]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            leads = path.startswith("http") or (page.parent / path).exists() if path else anchor in headings
+            broken += [] if leads else [f"{page.name}: {target}"]
+    assert not broken
 
 
 def test_the_index_of_the_benchmarks_leads_to_every_script_and_every_result() -> None:
@@ -158,12 +154,6 @@ def test_the_index_of_the_benchmarks_leads_to_every_script_and_every_result() ->
     known = tuple(Path(link).stem for link in links)
     results = [path for path in (folder / "results").rglob("*.*") if path.is_file()]
     assert [path.name for path in results if not path.name.startswith(known)] == []
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks" / "results").glob("*.md")), ids=lambda p: p.name)
-def test_every_link_of_a_page_of_results_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
 
 
 def test_every_trial_says_what_was_measured_and_how() -> None:

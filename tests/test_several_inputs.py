@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections import UserDict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from elastic_networks import PARTS as ALL
+from elastic_networks import one_width, width_space
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subnetact import (
-    Axis,
-    Batcher,
-    Engine,
-    SubnetNorm,
-    SubnetSpace,
-    Supernet,
-    WeightSlice,
-    calibrate,
-    evaluate,
-    insert_,
-    profile_latency,
-)
+from subnetact import Batcher, Engine, Supernet, calibrate, evaluate, insert_, profile_latency
 from subnetact.costs import CostModel
-from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
+from subnetact.errors import InvalidRequest, SpecError
 from subnetact.serving import Fixed
 from subnetact.supernet.batches import tensors_of
 
@@ -46,17 +35,11 @@ class TwoInputs(nn.Module):
         return {"logits": self.head(gated.mean((2, 3)))}
 
 
-def two_inputs(network: nn.Module | None = None, example: Any = None) -> Supernet:
-    space = SubnetSpace(
-        "two", [Axis.uniform("width", ["all"], [4, 8])], lambda values: {"width": values["width"][0]}
-    )
-    elastic = {
-        "conv": WeightSlice.on(out="width"),
-        "bn": SubnetNorm.on(channels="width"),
-        "gate": WeightSlice.on(out="width"),
-        "head": WeightSlice.on(in_="width"),
-    }
-    return insert_((network or TwoInputs()).eval(), space, elastic, example=example)
+PARTS = {"conv": "out", "bn": "norm", "gate": "out", "head": "in"}
+
+
+def two_inputs(network: nn.Module | None = None) -> Supernet:
+    return one_width(network or TwoInputs(), PARTS)
 
 
 def batch(n: int = 6) -> tuple[Tensor, Tensor]:
@@ -78,21 +61,23 @@ def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tens
     return y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)
 
 
-@pytest.mark.parametrize("labels", [False, True])
+def require_statistics(supernet: Supernet, seen: Tensor) -> None:
+    for spec, width in ((supernet.space.smallest(), 4), (supernet.space.largest(), 8)):
+        for found, expected in zip(
+            supernet.statistics(spec)["bn"], by_hand(supernet, seen, width), strict=True
+        ):
+            torch.testing.assert_close(found, expected, rtol=5e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["tuple", "list", "dictionary", "mapping"])
-def test_calibration_gives_the_statistics_of_the_inputs(form: str, labels: bool) -> None:
-    supernet, (image, extra) = two_inputs(), batch()
+def test_calibration_gives_the_statistics_of_the_inputs(form: str) -> None:
+    (image, extra), zeros = batch(), torch.zeros(6)
     given: Any = FORMS[form](image, extra)
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    for pair in (tuple, list) if labels else ():  # a default-collated DataLoader gives lists
-        report = calibrate(supernet, specs, [pair((given, torch.zeros(6)))], labels=True)
-        assert report.subnets == 2
-    if not labels:
-        assert calibrate(supernet, specs, [given]).subnets == 2
-    for spec, width in zip(specs, (4, 8), strict=True):
-        found = supernet.statistics(spec)["bn"]
-        for mine, expected in zip(found, by_hand(supernet, image, width), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    for labels, one in ((False, given), (True, (given, zeros)), (True, [given, zeros])):  # as a DataLoader
+        supernet = two_inputs()
+        specs = [supernet.space.smallest(), supernet.space.largest()]
+        assert calibrate(supernet, specs, [one], labels=labels).subnets == 2
+        require_statistics(supernet, image)
 
 
 class GateFirst(TwoInputs):
@@ -109,10 +94,7 @@ def test_labels_are_named_and_not_guessed(labels: bool) -> None:
     specs = [supernet.space.smallest(), supernet.space.largest()]
     calibrate(supernet, specs, [(image, extra)], labels=labels)
     seen = image if labels else image * extra[:, :1, None, None]
-    for spec, width in zip(specs, (4, 8), strict=True):
-        found = supernet.statistics(spec)["bn"]
-        for mine, expected in zip(found, by_hand(supernet, seen, width), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=5e-5, atol=1e-6)
+    require_statistics(supernet, seen)
 
 
 def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
@@ -145,31 +127,27 @@ def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
     assert ran
 
 
-def test_an_interrupted_calibration_knows_its_batches(tmp_path: Path) -> None:
-    supernet = two_inputs()
-    (image, extra), file = batch(), tmp_path / "unfinished"
-    specs = [supernet.space.smallest()]
-    calibrate(supernet, specs, [{"image": image, "extra": extra}], resume=file)
-    calibrate(supernet, specs, [{"image": image, "extra": extra}], resume=file)
-    with pytest.raises(ResumeMismatch, match="batches are others"):
-        calibrate(supernet, specs, [{"image": image, "extra": extra + 1}], resume=file)
-
-
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_bad_batches_are_named() -> None:
     supernet, (image, _) = two_inputs(), batch()
     specs = [supernet.space.smallest()]
-    with pytest.raises(SpecError, match="a dictionary of 'image', 'extra'"):
-        calibrate(supernet, specs, [{"image": image, "extra": 3}])
-    with pytest.raises(SpecError, match=r"does not run on a torch\.float32 tensor of shape"):
-        calibrate(supernet, specs, [image])
-    for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,)):
-        with pytest.raises(SpecError, match=r"evaluate: a batch is a pair \(inputs, labels\), got a"):
-            evaluate(supernet, specs, [wrong])
-    with pytest.raises(SpecError, match=r"evaluate: a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"):
-        evaluate(supernet, specs, [((image, image[:3]), torch.zeros(6))])
-    with pytest.raises(SpecError, match="evaluate: inputs and labels of a batch are tensors"):
-        evaluate(supernet, specs, [(image, 6)])
+    for one, words in (
+        ({"image": image, "extra": 3}, "a dictionary of 'image', 'extra'"),
+        (image, r"does not run on a torch\.float32 tensor of shape"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            calibrate(supernet, specs, [one])
+    pair = r"a batch is a pair \(inputs, labels\), got a"
+    for one, words in (
+        *(
+            (wrong, pair)
+            for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,))
+        ),
+        (((image, image[:3]), torch.zeros(6)), r"a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"),
+        ((image, 6), "inputs and labels of a batch are tensors"),
+    ):
+        with pytest.raises(SpecError, match=f"evaluate: {words}"):
+            evaluate(supernet, specs, [one])
     assert not supernet.norms
 
 
@@ -197,14 +175,13 @@ def test_costs_count_all_inputs() -> None:
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_an_elastic_description_by_hand_takes_a_tokenizers_kind_of_mapping() -> None:
-    image, extra = batch()
-    network = TwoInputs().eval()
-    expected = network(image, extra)["logits"]
-    supernet = two_inputs(network, UserDict(image=image, extra=extra))
+    (image, extra), network = batch(), TwoInputs().eval()
+    expected, elastic = network(image, extra)["logits"], {path: ALL[part] for path, part in PARTS.items()}
+    supernet = insert_(network, width_space(), elastic, example=UserDict(image=image, extra=extra))
     found = supernet(image, extra, subnet=supernet.space.largest())["logits"]
     torch.testing.assert_close(found, expected)
     with pytest.raises(SpecError, match="unexpected keyword argument 'picture'"):
-        two_inputs(TwoInputs(), UserDict(picture=image, extra=extra))
+        insert_(TwoInputs().eval(), width_space(), elastic, example=UserDict(picture=image, extra=extra))
 
 
 def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:

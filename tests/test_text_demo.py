@@ -28,30 +28,23 @@ def test_the_score_is_over_all_tokens_that_were_asked_for() -> None:
     assert run.shares == {"in time": 0.0, "profiled": 0.0, "right and in time": 0.0}
 
 
-def test_a_trace_has_a_request() -> None:
-    with pytest.raises(TraceError, match="serve for longer"):
-        prompt_trace((1500.0, 1000.0), 1e-6, seed=0)
-
-
-def test_a_failure_of_the_library_is_no_late_answer() -> None:
-    def failed(error: Exception) -> Any:
-        def result() -> None:
-            raise error
+def test_a_full_queue_costs_its_request_and_a_failure_of_the_library_is_no_late_answer() -> None:
+    def ended(error: Exception | None, answer: int = 0) -> Any:
+        def result() -> int:
+            if error is not None:
+                raise error
+            return answer
 
         return SimpleNamespace(result=result)
 
-    assert serve(np.zeros(1), lambda *_: failed(DeadlinePassed("late")))[0] == [None]
-    with pytest.raises(BatchFailed):
-        serve(np.zeros(1), lambda *_: failed(BatchFailed("broken")))
-
-
-def test_a_full_queue_costs_the_request_only() -> None:
-    def submit(i: int, begun: float) -> Any:
-        del begun
+    def submit(i: int, _: float) -> Any:
         if i == 1:
             raise QueueFull("full")
-        return SimpleNamespace(result=lambda: i)
+        return ended(None, i)
 
+    assert serve(np.zeros(1), lambda *_: ended(DeadlinePassed("late")))[0] == [None]
+    with pytest.raises(BatchFailed):
+        serve(np.zeros(1), lambda *_: ended(BatchFailed("broken")))
     answers, late_ms = serve(np.zeros(3), submit)
     assert answers == [0, None, 2]
     assert len(late_ms) == 3
@@ -69,6 +62,8 @@ def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst(
     again, other = (prompt_trace((1500.0, 1200.0, 1000.0), 60.0, seed=seed)[0] for seed in (0, 1))
     assert np.array_equal(again, arrivals_ms)
     assert not np.array_equal(other, arrivals_ms)
+    with pytest.raises(TraceError, match="serve for longer"):
+        prompt_trace((1500.0, 1000.0), 1e-6, seed=0)
 
 
 def test_the_demo_runs_and_draws(
@@ -86,21 +81,13 @@ def test_the_demo_runs_and_draws(
     files = ["--out", str(tmp_path / "text.png"), "--json", str(tmp_path / "text.json")]
     assert main(["--seconds", "0.5", *files]) == 0
     printed = capsys.readouterr().out
-    for words in (
-        "on held-out docstrings",
-        "The largest subnet continues",
-        "right and in time",
-        "all subnets",
-        "FFN 56 alone",
-    ):
+    for words in ("on held-out docstrings", "The largest subnet continues", "right and in time"):
         assert words in printed
     assert (tmp_path / "text.png").stat().st_size > 10_000
     found = json.loads((tmp_path / "text.json").read_text())
     assert found["prompts"] > 3
-    assert [one["name"] for one in found["contenders"]] == [
-        "all subnets",
-        *(f"FFN {width} alone" for width in (896, 56, 112, 224, 448)),
-    ]
+    names = ["all subnets", *(f"FFN {width} alone" for width in (896, 56, 112, 224, 448))]
+    assert [one["name"] for one in found["contenders"]] == names
     for one in found["contenders"]:
         assert one["items"] == ANSWER * found["prompts"]
         assert 0 <= one["right_and_in_time"] <= one["in_time"] <= 100

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from elastic_networks import one_width
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_statistics import reference_statistics
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import subnetact
-from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
-from subnetact.errors import FileFormatError, ForeignSpec, InsertError, SpecError
+from subnetact import calibrate
+from subnetact.calibration.calibration_norm import batch_statistics
+from subnetact.digits import new_digits_supernet
+from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -56,7 +64,7 @@ def by_hand(network: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_statistics_follow_the_weighted_biased_rule(digits: Supernet) -> None:
     for spec in specs_of(digits):
         expected = by_hand(digits.extract(spec))
-        subnetact.calibrate(digits, [spec], BATCHES, progress=False)
+        calibrate(digits, [spec], BATCHES, progress=False)
         extracted = digits.extract(spec)
         assert digits.calibrated(spec)
         for name, (mean, var) in expected.items():
@@ -67,60 +75,28 @@ def test_statistics_follow_the_weighted_biased_rule(digits: Supernet) -> None:
 
 def test_calibrating_one_subnet_moves_no_other_by_one_bit(digits: Supernet) -> None:
     a, b, c = specs_of(digits)
-    subnetact.calibrate(digits, [b], BATCHES, progress=False)
+    calibrate(digits, [b], BATCHES, progress=False)
     view_b, view_c = digits.subnet(b), digits.subnet(c)
     before = view_b(X), view_c(X), digits(X, subnet=b), {k: v.clone() for k, v in digits.state_dict().items()}
-    subnetact.calibrate(digits, [a], [10 * batch for batch in BATCHES], progress=False)
+    calibrate(digits, [a], [10 * batch for batch in BATCHES], progress=False)
     assert torch.equal(view_b(X), before[0])
     assert torch.equal(view_c(X), before[1])
     assert torch.equal(digits(X, subnet=b), before[2])
     assert all(torch.equal(v, before[3][k]) for k, v in digits.state_dict().items())
 
 
-def test_many_at_once_equal_one_at_a_time(digits: Supernet) -> None:
-    specs = specs_of(digits)
-    subnetact.calibrate(digits, specs, iter(BATCHES), progress=False)
-    together = [digits.norms.get(spec).flat.clone() for spec in specs]
-    for spec, row in zip(specs, together, strict=True):
-        subnetact.calibrate(digits, [spec], BATCHES, progress=False)
-        assert torch.equal(digits.norms.get(spec).flat, row)
-
-
-def test_interruption_changes_nothing(digits: Supernet) -> None:
-    spec, other, _ = specs_of(digits)
-    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
-    before = digits(X, subnet=spec)
-
-    def interrupted() -> Iterator[torch.Tensor]:
-        yield 5 * BATCHES[0]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        subnetact.calibrate(digits, [spec, other], interrupted(), progress=False)
-    assert torch.equal(digits(X, subnet=spec), before)
-    assert not digits.calibrated(other)
-
-
-def test_no_batches_and_foreign_specs_are_refused(digits: Supernet) -> None:
-    with pytest.raises(SpecError, match="at least one batch"):
-        subnetact.calibrate(digits, specs_of(digits), [], progress=False)
-    with pytest.raises(SpecError):
-        subnetact.calibrate(digits, [SubnetSpec("other", ())], BATCHES, progress=False)
-    assert len(digits.norms) == 0
-
-
 def test_calibrating_the_active_subnet_takes_effect(digits: Supernet) -> None:
     spec = specs_of(digits)[0]
     digits.actuate(spec)
     before = digits(X)
-    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
+    calibrate(digits, [spec], BATCHES, progress=False)
     assert not torch.equal(digits(X), before)
     assert torch.equal(digits(X), digits.extract(spec)(X))
 
 
 def test_a_table_round_trips_and_is_a_drop_in(digits: Supernet, tmp_path) -> None:
     specs = specs_of(digits)
-    subnetact.calibrate(digits, specs, BATCHES, progress=False)
+    calibrate(digits, specs, BATCHES, progress=False)
     expected = [digits(X, subnet=spec) for spec in specs]
     digits.norms.save(tmp_path / "norms.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["norms.safetensors"]
@@ -134,18 +110,9 @@ def test_a_table_round_trips_and_is_a_drop_in(digits: Supernet, tmp_path) -> Non
     assert loaded.nbytes() == sum(r.numel() * 4 for r in load_file(tmp_path / "norms.safetensors").values())
 
 
-def test_damaged_and_foreign_files_are_refused(digits: Supernet, tmp_path) -> None:
-    subnetact.calibrate(digits, specs_of(digits), BATCHES, progress=False)
-    path = tmp_path / "norms.safetensors"
-    digits.norms.save(path)
-    whole = path.read_bytes()
-    for cut in (0, 5, 100, len(whole) - 1):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(FileFormatError, match=r"norms\.safetensors"):
-            NormTable.load(path)
-    path.write_text(json.dumps({"norms": 1}))
-    with pytest.raises(FileFormatError):
-        NormTable.load(path)
+def test_foreign_files_and_rows_are_refused(digits: Supernet, tmp_path) -> None:
+    small, large, path = digits.space.smallest(), digits.space.largest(), tmp_path / "norms.safetensors"
+    calibrate(digits, [large], BATCHES, progress=False)
     save_file({"a": torch.zeros(1)}, path)
     with pytest.raises(FileFormatError, match="not a norm table"):
         NormTable.load(path)
@@ -157,11 +124,6 @@ def test_damaged_and_foreign_files_are_refused(digits: Supernet, tmp_path) -> No
         digits.norms = NormTable("other-space")
     with pytest.raises(ForeignSpec):
         digits.norms.update({SubnetSpec("other", ()): NormRow({}, torch.zeros(0))})
-
-
-def test_rows_of_other_sizes_are_refused(digits: Supernet) -> None:
-    small, large = digits.space.smallest(), digits.space.largest()
-    subnetact.calibrate(digits, [large], BATCHES, progress=False)
     digits.norms.update({small: digits.norms.get(large)})
     with pytest.raises(SpecError, match="channels, its statistics"):
         digits.subnet(small)
@@ -169,31 +131,31 @@ def test_rows_of_other_sizes_are_refused(digits: Supernet) -> None:
         NormRow({"a": 3}, torch.zeros(5))
 
 
-def test_bad_batches_commit_nothing(digits: Supernet) -> None:
+def test_bad_batches_and_subnets_commit_nothing(digits: Supernet) -> None:
     spec = digits.space.smallest()
-    for batches, message in (
-        ([BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
-        ([BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
-        ([{"image": BATCHES[0]}], "unexpected keyword argument 'image'"),
-        ([{"image": "x"}], "got a dictionary of 'image'"),
-        (BATCHES[0], "write \\[spec\\] and \\[batch\\]"),
+    for specs, batches, message in (
+        ([spec], [], "at least one batch"),
+        ([SubnetSpec("other", ())], BATCHES, "other"),
+        ([spec], [BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
+        ([spec], [BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
+        ([spec], [{"image": BATCHES[0]}], "unexpected keyword argument 'image'"),
+        ([spec], [{"image": "x"}], "got a dictionary of 'image'"),
+        ([spec], BATCHES[0], "write \\[spec\\] and \\[batch\\]"),
+        ([spec], [BATCHES[0].double()], r"stem \(Conv2d\): expected scalar type .* give batches"),
+        ([spec], [BATCHES[0].long()], r"stem \(Conv2d\): expected scalar type .* give batches"),
+        ([spec], [BATCHES[0].repeat(1, 3, 1, 1)], r"stem \(Conv2d\): .*; give batches that the network"),
     ):
         with pytest.raises(SpecError, match=message):
-            subnetact.calibrate(digits, [spec], batches, progress=False)
-    assert not digits.calibrated(spec)
+            calibrate(digits, specs, batches, progress=False)
+    assert len(digits.norms) == 0
 
 
 def test_pairs_of_images_and_labels_and_inference_mode_do(digits: Supernet) -> None:
     spec = digits.space.smallest()
-    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
-    expected = digits.norms.get(spec).flat
-    pairs = [(b, torch.zeros(len(b))) for b in BATCHES]
-    with pytest.raises(
-        SpecError, match=r"a torch\.float32 tensor of shape \(.*too many.*give calibrate labels=True"
-    ):
-        subnetact.calibrate(digits, [spec], pairs, progress=False)
+    calibrate(digits, [spec], BATCHES, progress=False)
+    expected, pairs = digits.norms.get(spec).flat, [(b, torch.zeros(len(b))) for b in BATCHES]
     with torch.inference_mode():
-        subnetact.calibrate(digits, [spec], pairs, progress=False, labels=True)
+        calibrate(digits, [spec], pairs, progress=False, labels=True)
     row = digits.norms.get(spec).flat
     assert torch.equal(row, expected)
     assert not row.is_inference()
@@ -212,34 +174,23 @@ class ActivatedNorm(nn.BatchNorm2d):
 
 def test_a_batchnorm_that_also_activates_is_calibrated_as_it_runs() -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(1, 4, 3), ActivatedNorm(4), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)
-    ).eval()
-    space = subnetact.SubnetSpace(
-        "s", [subnetact.Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]}
-    )
-    elastic = {
-        "0": subnetact.WeightSlice.on(out="c"),
-        "1": subnetact.SubnetNorm.on(channels="c"),
-        "2": subnetact.WeightSlice.on(in_="c"),
-    }
-    supernet = subnetact.insert_(network, space, elastic)
-    spec = space.smallest()
-    x = BATCHES[0]
-    subnetact.calibrate(supernet, [spec], [x], progress=False)
-    hidden = supernet.extract(spec)[0](x)
-    hidden = nn.functional.relu(nn.functional.batch_norm(hidden, None, None, training=True))
-    hidden = supernet.extract(spec)[2](hidden)
-    torch.testing.assert_close(
-        supernet.extract(spec)[3].running_mean, hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5
-    )
-    one, other = supernet.subnet(spec), supernet.subnet(space.largest())
-    assert one[1].act is not other[1].act
+    layers = nn.Conv2d(1, 4, 3), ActivatedNorm(4), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)
+    supernet, x = one_width(nn.Sequential(*layers), {"0": "out", "1": "norm", "2": "in"}, [2, 4]), BATCHES[0]
+    spec = supernet.space.smallest()
+    calibrate(supernet, [spec], [x], progress=False)
+    subnet = supernet.extract(spec)
+    hidden = nn.functional.batch_norm(subnet[0](x), None, None, training=True)
+    mean = subnet[2](nn.functional.relu(hidden)).mean((0, 2, 3))
+    torch.testing.assert_close(subnet[3].running_mean, mean, rtol=1e-4, atol=1e-5)
+    assert supernet.subnet(spec)[1].act is not supernet.subnet(supernet.space.largest())[1].act
+    plain = one_width(nn.Sequential(nn.Linear(3, 4)), {"0": "out"}, [2, 4])
+    calibrate(plain, [plain.space.smallest()], [], progress=False)
+    assert plain.calibrated(plain.space.smallest()), "a network without BatchNorm needs no calibration"
 
 
 def test_rows_that_lack_a_norm_and_tables_of_another_dtype(digits: Supernet) -> None:
     spec = digits.space.smallest()
-    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
+    calibrate(digits, [spec], BATCHES, progress=False)
     row = digits.norms.get(spec)
     expected = digits(X, subnet=spec)
     doubled = NormTable(digits.space.id)
@@ -258,39 +209,6 @@ def test_rows_that_lack_a_norm_and_tables_of_another_dtype(digits: Supernet) -> 
         digits.subnet(spec)
 
 
-def test_a_network_without_batchnorm_needs_no_calibration() -> None:
-    space = subnetact.SubnetSpace(
-        "s", [subnetact.Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]}
-    )
-    from subnetact.operators import WeightSlice
-
-    supernet = subnetact.insert_(nn.Sequential(nn.Linear(3, 4)), space, {"0": WeightSlice.on(out="c")})
-    subnetact.calibrate(supernet, [space.smallest()], [], progress=False)
-    assert supernet.calibrated(space.smallest())
-
-
-def test_a_description_that_forgets_a_module_is_told_where() -> None:
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1), nn.BatchNorm2d(2)
-    ).eval()
-    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"width": v["w"][0]})
-    out = {"0": WeightSlice.on(out="width"), "3": SubnetNorm.on()}
-    batch = torch.randn(2, 3, 4, 4)
-    for elastic, told in (
-        (out, r'1 \(BatchNorm2d\): .* describe this module: "1": SubnetNorm\.on\(channels'),
-        (
-            {**out, "1": SubnetNorm.on(channels="width")},
-            r'2 \(Conv2d\): .* describe this module: "2": WeightSlice\.on\(in_',
-        ),
-    ):
-        supernet = subnetact.insert_(copy.deepcopy(network), space, elastic)
-        with pytest.raises(InsertError, match=rf"calibrate: w=4 does not run on .* \(2, 3, 4, 4\): {told}"):
-            subnetact.calibrate(supernet, list(space.enumerate()), [batch], progress=False)
-        assert len(supernet.norms) == 0
-        with pytest.raises(SpecError, match=r"0 \(Conv2d\): .*; give batches that the network takes"):
-            subnetact.calibrate(supernet, [space.largest()], [batch[:, :2]], progress=False)
-
-
 class Counting(nn.Module):
     """Counts the inputs that it has seen, in a buffer that torch takes for a weight."""
 
@@ -306,12 +224,233 @@ class Counting(nn.Module):
 
 def test_a_network_whose_forward_writes_into_its_buffers_is_calibrated() -> None:
     """The forward passes of a check and of a calibration write into copies, so no weights change."""
-    space = SubnetSpace("counting", [Axis.uniform("w", ["all"], (2, 4))], lambda v: {"w": v["w"][0]})
-    elastic = {"conv": WeightSlice.on(out="w"), "norm": SubnetNorm.on(channels="w")}
-    supernet = subnetact.insert_(Counting().eval(), space, elastic)
-    for spec in space.enumerate():
+    supernet = one_width(Counting(), {"conv": "out", "norm": "norm"}, (2, 4))
+    for spec in supernet.space.enumerate():
         expected = by_hand(supernet.extract(spec))
-        subnetact.calibrate(supernet, [spec], BATCHES, progress=False)
+        calibrate(supernet, [spec], BATCHES, progress=False)
         for own, reference in zip(supernet.statistics(spec)["norm"], expected["norm"], strict=True):
             torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
     assert supernet.network.seen.tolist() == [0, 0]
+
+
+SHARED = torch.randn(19, 1, 16, 16, generator=torch.Generator().manual_seed(3)).split([6, 10, 3])
+
+
+RULES = ["weighted_biased", "cumulative_unbiased"]
+
+
+def assert_reference(supernet: Supernet, specs: list[SubnetSpec], batches: list[torch.Tensor], rule: str):
+    for spec in specs:
+        expected = reference_statistics(supernet, spec, batches, rule)
+        found = supernet.norms.get(spec).pairs()
+        assert set(expected) <= set(found)
+        for path, pair in expected.items():
+            for a, b in zip(found[path], pair, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_statistics_are_those_of_one_network_at_a_time(digits: Supernet, rule: str) -> None:
+    digits.double()
+    specs = [digits.space.sample(seed) for seed in range(6)]
+    batches = [batch.double() for batch in SHARED]
+    report = calibrate(digits, specs, batches, False, rule)
+    assert not report.one_at_a_time
+    assert report.saved > 0.1
+    assert str(report).startswith(f"{len(set(specs))} subnets on 3 batches in ")
+    assert report.seconds > 0
+    assert_reference(digits, specs, batches, rule)
+
+
+def test_a_trial_short_of_memory_may_still_share(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(network: Any, x: torch.Tensor) -> torch.Tensor:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    specs = [digits.space.smallest(), digits.space.largest()]
+    started = subnetact.calibration.run.CalibrationRun(digits, specs, None, float("inf"))
+    monkeypatch.setattr(type(digits.network), "forward", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        started.prepare(SHARED[0])
+    started.prepare(SHARED[0])
+    assert not started.one_at_a_time
+
+
+def flat(supernet: Supernet, specs: list[SubnetSpec]) -> list[torch.Tensor]:
+    return [supernet.norms.get(spec).flat.clone() for spec in specs]
+
+
+def bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> Callable[[int], tuple[Supernet, SubnetSpec, torch.Tensor]]:
+    """Return a supernet, its n-th sampled subnet, and the statistics of that subnet calibrated by itself."""
+    torch.manual_seed(0)
+    supernet, done = new_digits_supernet().eval(), {}
+
+    def get(seed: int) -> tuple[Supernet, SubnetSpec, torch.Tensor]:
+        spec = supernet.space.sample(seed)
+        if spec not in done:
+            calibrate(supernet, [spec], SHARED, False)
+            done[spec] = supernet.norms.get(spec).flat.clone()
+        return supernet, spec, done[spec]
+
+    return get
+
+
+@settings(max_examples=10)
+@given(
+    seeds=st.lists(st.integers(0, 15), min_size=1, max_size=8),
+    memory_mb=st.sampled_from([0.0, 0.01, 0.05, 0.3, 1024.0]),
+    source=st.sampled_from([list, iter, lambda batches: [(batch,) for batch in batches]]),
+)
+def test_any_order_and_memory_give_the_same_bits(
+    one_by_one: Any, seeds: list[int], memory_mb: float, source: Any
+) -> None:
+    expected = [one_by_one(seed)[2] for seed in seeds]
+    supernet, specs = one_by_one(0)[0], [one_by_one(seed)[1] for seed in seeds]
+    report = calibrate(supernet, specs, source(SHARED), False, memory_mb=memory_mb)
+    assert report.kept_mb <= memory_mb
+    assert bits(flat(supernet, specs), expected)
+
+
+def test_the_same_data_twice_change_nothing_but_rounding(digits: Supernet) -> None:
+    spec = digits.space.largest()
+    for rule in RULES:
+        calibrate(digits, [spec], SHARED, False, rule)
+        once = digits.norms.get(spec).flat.clone()
+        calibrate(digits, [spec], [*SHARED, *SHARED], False, rule)
+        torch.testing.assert_close(digits.norms.get(spec).flat, once, rtol=1e-5, atol=1e-6)
+
+
+def test_less_memory_computes_more(digits: Supernet) -> None:
+    specs = [digits.space.sample(seed) for seed in range(10)]
+    roomy = calibrate(digits, specs, SHARED, False)
+    expected = flat(digits, specs)
+    tight = calibrate(digits, specs, SHARED, False, memory_mb=roomy.kept_mb / 3)
+    nothing = calibrate(digits, specs, SHARED, False, memory_mb=0)
+    assert tight.kept_mb <= roomy.kept_mb / 3
+    assert nothing.kept_mb == 0
+    assert roomy.layers_computed < tight.layers_computed < nothing.layers_computed <= nothing.layers_alone
+    assert bits(flat(digits, specs), expected)
+
+
+# -- networks that are written in other ways ---------------------------------------------------------
+
+
+class Unusual(nn.Module):
+    """Two convolutions; `between` is applied to the output of the first one."""
+
+    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.act, self.counter = nn.ReLU(inplace=True), Counter()
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.bn2(self.conv2(self.between(self, self.bn1(self.conv1(x))))))
+
+
+class Counter(nn.Module):
+    """A layer that overwrites its input, which nothing in the graph shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x.clone()
+
+
+def _residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.act(self.conv2(x))
+    y += x
+    return self.act(y)
+
+
+def _written_and_read_again(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = F.relu(x, inplace=True)
+    return y + x
+
+
+def _written_through_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x.flatten(1).relu_()
+    return x
+
+
+UNUSUAL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | None]] = {
+    "in place": (_residual, None),
+    "in place by position": (lambda self, x: F.relu(x, True), None),
+    "sizes": (lambda self, x: F.interpolate(x, size=(x.shape[-1] * 2, x.shape[-2] + 1)), None),
+    "pooled": (lambda self, x: x * F.avg_pool2d(x, x.shape[-1], 1).sigmoid(), None),
+    "concatenated": (lambda self, x: torch.cat([x[:, :3], x[:, 3:].neg()], dim=1), None),
+    "formulas": (lambda self, x: F.gelu(x) * F.gelu(x, approximate="tanh"), None),
+    "kept": (lambda self, x: x + self.act(self.conv2(x)) * x.mean((2, 3), keepdim=True), None),
+    "read again": (_written_and_read_again, "writes over"),
+    "through a view": (_written_through_a_view, "writes over"),
+    "unannounced": (lambda self, x: self.counter(x) + x, "writes over its input"),
+    "value": (lambda self, x: x if float(x.mean()) < 1e9 else -x, "cannot be traced"),
+    "parameter": (lambda self, x: x * self.bn2.weight.view(1, -1, 1, 1), None),
+    "twice": (lambda self, x: self.bn1(x + 1), "more than once"),
+    "type": (lambda self, x: x if isinstance(x, torch.Tensor) else x + 1, "other statistics"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("how", UNUSUAL)
+def test_networks_that_write_in_place_or_cannot_be_traced(how: str, rule: str) -> None:
+    between, reason = UNUSUAL[how]
+    torch.manual_seed(0)
+    elastic = {"conv2": WeightSlice.on(), "bn2": SubnetNorm.on()}
+    supernet = one_width(Unusual(between), elastic, [3, 4, 6]).double()
+    specs = list(supernet.space.enumerate())
+    batches = [batch.double() for batch in SHARED]
+    report = calibrate(supernet, specs, batches, False, rule)
+    if reason is None:
+        assert not report.one_at_a_time
+        # Each subnet's forward makes a new view of the parameter.
+        assert report.layers_computed * 3 == report.layers_alone or how == "parameter"
+        assert report.saved > 0.2
+    else:
+        assert set(report.one_at_a_time) == set(specs)
+        assert all(reason in text for text in report.one_at_a_time.values())
+    assert_reference(supernet, specs, batches, rule)
+
+
+def test_norms_of_other_shapes_and_without_affine() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, affine=False), nn.ReLU(), nn.Conv1d(4, 6, 2), nn.BatchNorm1d(6)
+    )
+    network.extend([nn.Flatten(), nn.Linear(6 * 5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)])
+    supernet = one_width(network, {"0": "out", "1": "norm", "3": "in"}, [2, 4]).double()
+    batches = [torch.randn(n, 2, 8, dtype=torch.float64) for n in (5, 9)]
+    specs = list(supernet.space.enumerate())
+    assert not calibrate(supernet, specs, batches, False).one_at_a_time
+    assert_reference(supernet, specs, batches, "weighted_biased")
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 11), (4, 3, 9, 6), (2, 300, 40, 40), (2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_statistics_of_a_batch_to_the_last_digits(shape: tuple[int, ...], channels_last: bool) -> None:
+    x = torch.randn(shape) * 0.1 + 7 * torch.arange(shape[1]).view(-1, *(1,) * (len(shape) - 2))
+    if channels_last and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    axes = [axis for axis in range(len(shape)) if axis != 1]
+    exact_var, exact_mean = torch.var_mean(x.double(), axes, correction=0)
+    mean, var = batch_statistics(x)
+    torch.testing.assert_close(mean.double(), exact_mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(var.double(), exact_var, rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_mb": -1}, "memory_mb: -1"),
+        ({"memory_mb": float("nan")}, "memory_mb: nan"),
+        ({"save_every_s": float("nan")}, "save_every_s: nan"),
+    ],
+)
+def test_impossible_settings_are_refused(digits: Supernet, options: dict[str, float], message: str) -> None:
+    with pytest.raises(subnetact.errors.SpecError, match=message):
+        calibrate(digits, [digits.space.smallest()], SHARED, False, **options)

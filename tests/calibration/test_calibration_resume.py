@@ -17,6 +17,7 @@ from torch import nn
 
 import subnetact
 import subnetact.supernet
+from subnetact import calibrate
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ResumeMismatch, StaleWeights
@@ -65,41 +66,41 @@ def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 
 @pytest.mark.parametrize("after", [30, 120, 200])
-def test_killed_anywhere_and_resumed_gives_the_same_bits(
+def test_a_killed_run_goes_on(
     digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
-    whole = subnetact.calibrate(digits, specs, BATCHES, False)
+    whole = calibrate(digits, specs, BATCHES, False)
     expected = rows(digits)
     digits.norms = subnetact.supernet.NormTable(digits.space.id)
     with monkeypatch.context() as patch:
         died = dying_after(after, patch)
         with pytest.raises(Killed):
-            subnetact.calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
+            calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
         assert died()
     assert len(digits.norms) == 0
     assert [p.name for p in tmp_path.iterdir()] in ([], ["unfinished"])
-    report = subnetact.calibrate(digits, specs[::-1], iter(BATCHES), False, resume=path)
+    report = calibrate(digits, specs[::-1], iter(BATCHES), False, resume=path)
     assert same(rows(digits), dict(reversed(list(expected.items()))))
     assert report.batches == whole.batches == len(BATCHES)
     assert report.layers_alone == whole.layers_alone
 
 
-def test_finished_work_is_read_back_without_computing(
+def test_finished_work_is_read_back(
     digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
-    first = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    first = calibrate(digits, specs, BATCHES, False, resume=path)
     expected = rows(digits)
     digits.norms = subnetact.supernet.NormTable(digits.space.id)
-    again = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    again = calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), expected)
     assert again.layers_computed == first.layers_computed
     assert again.seconds > first.seconds
     (more,) = images(5, seed=6)
-    subnetact.calibrate(digits, specs, [*BATCHES, more], False, resume=path)
+    calibrate(digits, specs, [*BATCHES, more], False, resume=path)
     longer = rows(digits)
-    subnetact.calibrate(digits, specs, [*BATCHES, more], False)
+    calibrate(digits, specs, [*BATCHES, more], False)
     assert same(rows(digits), longer)
 
 
@@ -114,21 +115,21 @@ def branch_(network: nn.Module) -> None:
     network.__class__ = Branching
 
 
-def test_subnets_that_run_one_at_a_time_resume_too(
+def test_subnets_one_at_a_time_resume(
     digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     branch_(digits.network)
     specs, path = specs_of(digits), tmp_path / "unfinished"
-    report = subnetact.calibrate(digits, specs, BATCHES, False)
+    report = calibrate(digits, specs, BATCHES, False)
     assert set(report.one_at_a_time) == set(specs)
     assert report.saved == 0
     expected = rows(digits)
     with monkeypatch.context() as patch:
         dying_after(150, patch)
         with pytest.raises(Killed):
-            subnetact.calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
+            calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
     assert path.exists()
-    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), expected)
 
 
@@ -158,14 +159,14 @@ def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path
     for resume in (unfinished, None):
         torch.manual_seed(0)
         supernet = new_digits_supernet().eval()
-        subnetact.calibrate(supernet, specs_of(supernet), batches, False, resume=resume)
+        calibrate(supernet, specs_of(supernet), batches, False, resume=resume)
         found.append(rows(supernet))
     assert same(*found)
 
 
 def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
-    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    calibrate(digits, specs, BATCHES, False, resume=path)
     before = rows(digits)
     other_batches = [*BATCHES[:2], BATCHES[2] + 1, *BATCHES[3:]]
     for chosen, batches, options, message in (
@@ -176,20 +177,20 @@ def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
         (specs, BATCHES[:-1], {}, "it has 6 batches, the data only 5"),
     ):
         with pytest.raises(ResumeMismatch, match=message):
-            subnetact.calibrate(digits, chosen, batches, False, resume=path, **options)
+            calibrate(digits, chosen, batches, False, resume=path, **options)
     digits.load_state_dict({name: t * 1.5 for name, t in digits.state_dict().items()}, norms=digits.norms)
     with pytest.raises(ResumeMismatch, match="weights was"):
-        subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+        calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), before)
 
 
 def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
-    subnetact.calibrate(digits, specs, BATCHES[:2], False, resume=path)
+    calibrate(digits, specs, BATCHES[:2], False, resume=path)
 
     def refused(message: str) -> None:
         with pytest.raises(FileFormatError, match=message):
-            subnetact.calibrate(digits, specs, BATCHES[:2], False, resume=path)
+            calibrate(digits, specs, BATCHES[:2], False, resume=path)
 
     whole = path.read_bytes()
     header, progress = (json.loads(line) for line in whole.splitlines())
@@ -218,26 +219,10 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
             refused("damaged")
 
 
-def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path) -> None:
-    specs, path = specs_of(digits), tmp_path / "unfinished"
-
-    def interrupted() -> Iterator[torch.Tensor]:
-        yield from BATCHES[:3]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        subnetact.calibrate(digits, specs, interrupted(), False, resume=path, save_every_s=0)
-    assert len(digits.norms) == 0
-    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
-    resumed = rows(digits)
-    subnetact.calibrate(digits, specs, BATCHES, False)
-    assert same(rows(digits), resumed)
-
-
 def test_unfinished_work_belongs_to_its_weights(digits: Supernet, tmp_path: Path) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
     first = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
-    subnetact.calibrate(digits, specs, BATCHES, False)
+    calibrate(digits, specs, BATCHES, False)
     expected = rows(digits)
     digits.norms = subnetact.supernet.NormTable(digits.space.id)
 
@@ -248,10 +233,10 @@ def test_unfinished_work_belongs_to_its_weights(digits: Supernet, tmp_path: Path
         yield from BATCHES[2:]
 
     with pytest.raises(StaleWeights, match="nothing was written"):
-        subnetact.calibrate(digits, specs, batches(), False, resume=path, save_every_s=0)
+        calibrate(digits, specs, batches(), False, resume=path, save_every_s=0)
     assert len(digits.norms) == 0
     with pytest.raises(ResumeMismatch, match="weights"):
-        subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+        calibrate(digits, specs, BATCHES, False, resume=path)
     digits.load_state_dict(first)
-    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)  # What it had done is of these weights.
+    calibrate(digits, specs, BATCHES, False, resume=path)  # What it had done is of these weights.
     assert same(rows(digits), expected)

@@ -15,8 +15,7 @@ import torch
 from small_decoders import small_decoder
 from torch import Tensor, nn
 
-import subnetact
-from subnetact import Engine, calibrate
+from subnetact import Engine, calibrate, from_pretrained, insert_, reorder_
 from subnetact.calibration.corrections import fitted
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import ExportError, PrecisionError, SpecError, UncalibratedSubnetWarning
@@ -63,7 +62,7 @@ def stream(after: bool = False) -> tuple[Supernet, list[Any], Any]:
     torch.manual_seed(0)
     model = Stream(after).eval()
     axes = ("ffn", "depth")
-    supernet = subnetact.insert_(model, example=vectors(0)[:1], axes=axes, each_block=True)
+    supernet = insert_(model, example=vectors(0)[:1], axes=axes, each_block=True)
     return supernet, list(vectors(1).split(16)), vectors(2, 16)
 
 
@@ -74,7 +73,7 @@ def decoder() -> tuple[Supernet, list[Any], Any]:
 
     model = small_decoder("LlamaConfig", num_hidden_layers=4)
     axes = ("ffn", "heads", "depth")
-    supernet = subnetact.insert_(model, example=tokens(0)[0], axes=axes, each_block=True)
+    supernet = insert_(model, example=tokens(0)[0], axes=axes, each_block=True)
     return supernet, tokens(1), tokens(2)[0]
 
 
@@ -203,8 +202,8 @@ def table_saved(supernet: Supernet, spec: SubnetSpec, x: Any, tmp_path: Path) ->
 def bundled(supernet: Supernet, spec: SubnetSpec, x: Any, tmp_path: Path) -> Any:
     supernet.save_pretrained(tmp_path / "folder", subnets={"small": spec})
     if isinstance(x, Tensor):
-        return run(subnetact.from_pretrained(tmp_path / "folder", model=Stream(), subnet="small"), x)
-    return run(subnetact.from_pretrained(tmp_path / "folder", subnet="small"), x)
+        return run(from_pretrained(tmp_path / "folder", model=Stream(), subnet="small"), x)
+    return run(from_pretrained(tmp_path / "folder", subnet="small"), x)
 
 
 def served(supernet: Supernet, spec: SubnetSpec, x: Any, tmp_path: Path) -> Any:
@@ -246,7 +245,7 @@ def test_corrections_go_with_the_weights_that_they_were_measured_on() -> None:
     supernet.norms.drop(specs[:1])
     assert set(supernet.norms) == {specs[1]}
     with pytest.warns(UncalibratedSubnetWarning):
-        subnetact.reorder_(supernet, example=x)  # Features have changed places.
+        reorder_(supernet, example=x)  # Features have changed places.
     assert not len(supernet.norms)
 
 

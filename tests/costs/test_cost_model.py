@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import subnetact
 import subnetact.costs
 from ofa_adapters import families, load
+from subnetact import Axis, SubnetSpace, insert_
 from subnetact.costs.layers import kind_of
 from subnetact.errors import ForeignSpec, SpecError
 from subnetact.supernet.supernet import Supernet
@@ -87,18 +89,6 @@ def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads
         assert model(spec).product_macs == heads * 2 * (197 * 197 * (64 + 30) + 197 * 64 * 60)
 
 
-def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be() -> None:
-    supernet = small_supernet("dynabert")
-    tokens = 11
-    model = subnetact.costs.CostModel(supernet, torch.empty(1, tokens, dtype=torch.long))
-    spec = supernet.space.parse({"width_mult": 0.5, "depth_mult": 0.5})
-    dims = dict(zip(supernet.space.dimensions, supernet.space.resolve(spec), strict=True))
-    layers = sum(kept for name, kept in dims.items() if name.endswith(".keep"))
-    assert model(spec).product_macs == layers * 2 * tokens * tokens * dims["attention"]
-    assert any("softmax" in name for name in model(spec).not_counted)
-    assert "gelu" in model(spec).not_counted
-
-
 def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Supernet) -> None:
     spec = digits.space.sample(3)
     model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
@@ -134,12 +124,10 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_tied_parameter_counts_once_for_each_way_in_which_it_is_sliced(elastic: bool) -> None:
-    axis, on = subnetact.Axis.uniform("w", ["all"], (4, 8)), subnetact.WeightSlice.on
-    space = subnetact.SubnetSpace("tied", [axis], lambda v: {"w": v["w"][0]})
-    slices = {"first": on(out="w"), "inner.0": on(out="w"), "last": on(in_="w")}
-    supernet, x = subnetact.insert_(Tied().eval(), space, slices if elastic else {}), torch.randn(1, 8)
+    parts = {"first": "out", "inner.0": "out", "last": "in"} if elastic else {}
+    supernet, x = one_width(Tied(), parts), torch.randn(1, 8)
     model = subnetact.costs.CostModel(supernet, x)
-    for spec in space.enumerate():
+    for spec in supernet.space.enumerate():
         parameters, macs, _ = hooked(supernet.extract(spec), x)
         cost = model(spec)
         assert (cost.parameters, cost.weight_bytes, cost.macs) == (parameters, 4 * parameters, macs)
@@ -168,6 +156,7 @@ def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             supernet.extract(spec)(x)
         assert model(spec).macs == counter.get_total_flops() // 2
+        assert any("softmax" in name for name in model(spec).not_counted)
     again = subnetact.costs.CostModel(supernet, x)
     assert {spec: (again(spec), again.vector(spec).tolist()) for spec in reversed(first)} == first
 
@@ -197,18 +186,9 @@ class Crop(nn.Module):
 
 
 def test_a_module_that_is_called_twice_is_counted_twice_and_held_once() -> None:
-    from subnetact.operators import WeightSlice
-
-    space = subnetact.SubnetSpace(
-        "twice",
-        [subnetact.Axis.uniform("width", ["all"], (2, 4))],
-        lambda v: {"width": int(v["width"][0])},
-    )
-    supernet = subnetact.insert_(Repeated().eval(), space, {"convolution": WeightSlice.on(out="width")})
+    supernet = one_width(Repeated(), {"convolution": "out"}, (2, 4))
     model = subnetact.costs.CostModel(supernet, torch.empty(1, 4, 8, 8))
-    for spec in (space.largest(), space.smallest()):
-        (width,) = spec["width"]
-        assert isinstance(width, int)
+    for spec, width in ((supernet.space.largest(), 4), (supernet.space.smallest(), 2)):
         cost = model(spec)
         assert cost.macs == 2 * 8 * 8 * 9 * 4 * width
         assert cost.parameters == 9 * 4 * width + width
@@ -246,16 +226,14 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
     from subnetact.operators import ElasticAttribute, WeightSlice
 
     sides, widths = (8, 16, 24, 32), (2, 4, 8)
-    axes = [subnetact.Axis.uniform("side", ["all"], sides), subnetact.Axis.uniform("width", ["all"], widths)]
-    space = subnetact.SubnetSpace(
-        "own", axes, lambda v: {"side": int(v["side"][0]), "width": int(v["width"][0])}
-    )
+    axes = [Axis.uniform("side", ["all"], sides), Axis.uniform("width", ["all"], widths)]
+    space = SubnetSpace("own", axes, lambda v: {"side": int(v["side"][0]), "width": int(v["width"][0])})
     described = {
         "first": WeightSlice.on(out="width"),
         "scale": ElasticAttribute.on(side="side"),
         "second": WeightSlice.on(in_="width"),
     }
-    supernet = subnetact.insert_(Resized().eval(), space, described)
+    supernet = insert_(Resized().eval(), space, described)
     model = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 32, 32))
     for spec in space.enumerate():
         (side,), (width,) = spec["side"], spec["width"]
@@ -276,15 +254,15 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
                 x = x * mask
             return self.outer(self.inner(x))  # type: ignore[no-any-return]
 
-    space = subnetact.SubnetSpace(
-        "masked", [subnetact.Axis.uniform("width", ["all"], [4, 8])], lambda values: {"w": values["width"][0]}
-    )
-    elastic = {"inner": subnetact.WeightSlice.on(out="w"), "outer": subnetact.WeightSlice.on(in_="w")}
-    supernet = subnetact.insert_(Masked().eval(), space, elastic)
+    supernet = one_width(Masked(), {"inner": "out", "outer": "in"})
     x, mask = torch.zeros(3, 4), torch.ones(3, 1)
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
         subnetact.costs.CostModel(supernet, {"x": x, "mask": mask})
-    assert subnetact.costs.CostModel(supernet, {"x": x[None]})(space.smallest()).macs == 3 * (4 * 4 + 4 * 4)
+    cost = subnetact.costs.CostModel(supernet, {"x": x[None]})(supernet.space.smallest())
+    assert cost.macs == 3 * (4 * 4 + 4 * 4)
+    for nonsense in ({"x": 3}, "image", None, (3, "wide")):
+        with pytest.raises(SpecError, match="example: "):
+            subnetact.costs.CostModel(supernet, nonsense)
 
 
 @pytest.mark.parametrize(
@@ -308,13 +286,9 @@ def test_kinds_follow_from_the_traits_of_layers(layer: nn.Module, kind: str) -> 
 
 
 def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> None:
-    space = subnetact.SubnetSpace(
-        "up", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda values: {"w": values["width"][0]}
-    )
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 5, 2, stride=2))
-    elastic = {"0": subnetact.WeightSlice.on(out="w"), "1": subnetact.WeightSlice.on(in_="w")}
-    supernet = subnetact.insert_(network.eval(), space, elastic)
-    cost = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 8, 8))(space.smallest())
+    supernet = one_width(network, {"0": "out", "1": "in"}, [2, 4])
+    cost = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 8, 8))(supernet.space.smallest())
     assert cost.macs == 8 * 8 * 3 * 2 + 8 * 8 * 2 * 5 * 4
     assert cost.product_macs == 0
 
@@ -322,20 +296,13 @@ def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> 
 @pytest.mark.parametrize("moe", [False, True])
 def test_a_decoder_counts_the_experts_that_a_token_chooses(moe: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-    }
+    sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.MixtralConfig(**sizes, **experts) if moe else transformers.Qwen3Config(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     example = {"input_ids": torch.arange(12).view(2, 6)}
-    supernet = subnetact.insert_(model, example=example, axes=("depth", "heads"), each_block=True)
+    supernet = insert_(model, example=example, axes=("depth", "heads"), each_block=True)
     before = supernet.network.config.to_dict()
     space, tokens = supernet.space, 6
     model_cost = subnetact.costs.CostModel(supernet, example)
@@ -354,10 +321,3 @@ def test_a_decoder_counts_the_experts_that_a_token_chooses(moe: bool) -> None:
         assert found.macs == macs, str(spec)
         assert found.parameters == sum(p.numel() for p in supernet.extract(spec).parameters())
     assert supernet.network.config.to_dict() == before
-
-
-def test_an_example_without_a_tensor_is_none() -> None:
-    supernet = small_supernet("ofa_mbv3")
-    for nonsense in ({"x": 3}, "image", None, (3, "wide")):
-        with pytest.raises(SpecError, match="example: "):
-            subnetact.costs.CostModel(supernet, nonsense)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from small_families import small_inputs, small_supernet
 from small_models import IMAGES, TOKENS, small_model
 
-import subnetact
 from ofa_adapters import families
+from subnetact import Engine, LatencyTable, SubnetSpec, Supernet, describe, from_pretrained, insert_
 from subnetact.elastic.__main__ import main
 from subnetact.errors import FileFormatError, InsertError, SpecError
 from subnetact.supernet.batches import call_with, tensors_of
@@ -32,7 +32,7 @@ CUT = {  # what the library's own class can have: the same share in every layer,
 }
 
 
-def chosen(supernet: subnetact.Supernet, choices: dict[str, Any]) -> subnetact.SubnetSpec:
+def chosen(supernet: Supernet, choices: dict[str, Any]) -> SubnetSpec:
     return supernet.space.spec(**{axis.name: choices.get(axis.name, 1.0) for axis in supernet.space.axes})
 
 
@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             supernet, x = small_supernet(name), small_inputs(name)
         else:
             model, x, options = small_model(name)
-            supernet = subnetact.insert_(model, subnetact.describe(model, x, **options), example=x)
+            supernet = insert_(model, describe(model, x, **options), example=x)
         space = supernet.space
         subnets = {"small": space.smallest(), "middle": space.sample(1), "large": space.largest()}
         supernet.save_pretrained(place / name, subnets=subnets, licence="mit")
@@ -113,7 +113,7 @@ for path in sorted((place / "expected").iterdir()):
 """
 
 
-def test_other_libraries_open_the_largest_and_cut_outs_and_every_size_is_bit_equal(
+def test_libraries_open_the_largest_and_cut_outs_and_sizes_are_bit_equal(
     saved: Path, python_path: str
 ) -> None:
     path = os.pathsep.join((python_path, str(Path(__file__).parents[1])))
@@ -135,11 +135,11 @@ def test_subnets_that_no_class_can_have_are_refused_with_the_reason(saved: Path,
         "encoder": ({"heads": 0.5}, "no configuration of BertForSequenceClassification describes this"),
     }
     for name, (choices, message) in words.items():
-        supernet: Any = subnetact.from_pretrained(saved / name)
+        supernet: Any = from_pretrained(saved / name)
         x = load_file(saved / "expected" / name)["x"]
         with pytest.raises(InsertError, match=message):
             supernet.save_pretrained(tmp_path / "cut", only=chosen(supernet, choices), example=x)
-    family: Any = subnetact.from_pretrained(saved / "hydravit")
+    family: Any = from_pretrained(saved / "hydravit")
     with pytest.raises(InsertError, match="only a model of transformers can be cut out"):
         family.save_pretrained(tmp_path / "cut", only="small", example=IMAGES)
     assert not (tmp_path / "cut").exists()
@@ -153,29 +153,25 @@ def test_the_subnets_of_a_language_model_are_in_its_vocabulary(saved: Path) -> N
     document = json.loads((saved / "decoder" / "elastic.json").read_text())
     small = document["subnets"]["small"]["config"]
     assert {"intermediate_size"} <= {field for fields in small.values() for field in fields}
-    supernet: Any = subnetact.from_pretrained(saved / "decoder")
+    supernet: Any = from_pretrained(saved / "decoder")
     assert supernet.space.parse(small) == supernet.space.smallest() == supernet.card.subnets["small"]
     assert supernet.card.licence == "mit"
-    view = subnetact.from_pretrained(saved / "decoder", subnet=small)
+    view = from_pretrained(saved / "decoder", subnet=small)
     expected = load_file(saved / "expected" / "decoder")["answer.small"]
     assert torch.equal(outputs(view, TOKENS)[0], expected)
     with pytest.raises(SpecError, match="no subnet is called 'tiny'; choose from small, middle, large"):
-        subnetact.from_pretrained(saved / "decoder", subnet="tiny")
+        from_pretrained(saved / "decoder", subnet="tiny")
 
 
-def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
-    saved: Path, tmp_path: Path
-) -> None:
-    supernet: Any = subnetact.from_pretrained(saved / "torchvision")
-    table = subnetact.LatencyTable(
-        [supernet.space.largest().key], [70.0], [1], [[2.5]], stamp={"device": "a CPU"}
-    )
+def test_the_folder_is_written_again_with_what_was_known_and_added(saved: Path, tmp_path: Path) -> None:
+    supernet: Any = from_pretrained(saved / "torchvision")
+    table = LatencyTable([supernet.space.largest().key], [70.0], [1], [[2.5]], stamp={"device": "a CPU"})
     figures = {"large": {"accuracy": 70.0, "top5": 90.0}}
     supernet.save_pretrained(tmp_path / "f", quality=figures, source="made up", tables={"cpu": table})
     (tmp_path / "f" / "README.md").write_text("mine")
     (tmp_path / "f" / "1_Pooling").mkdir()
     (tmp_path / "f" / "1_Pooling" / "config.json").write_text("{}")
-    again: Any = subnetact.from_pretrained(tmp_path / "f")
+    again: Any = from_pretrained(tmp_path / "f")
     again.save_pretrained(tmp_path / "f", subnets={"large": again.space.largest()})
     document = json.loads((tmp_path / "f" / "elastic.json").read_text())
     assert document["subnets"]["large"]["quality"]["top5"] == {"value": 90.0, "source": "made up"}
@@ -187,14 +183,14 @@ def test_the_folder_is_written_again_with_what_was_known_and_what_others_added(
     assert "latency-0.json" not in names
     again.network.conv1[0].weight.data.add_(1.0)
     before = supernet.subnet(supernet.space.largest())(IMAGES)
-    fresh: Any = subnetact.from_pretrained(tmp_path / "f", subnet="large")
+    fresh: Any = from_pretrained(tmp_path / "f", subnet="large")
     assert torch.equal(fresh(IMAGES), before), "training in memory changes no file"
 
 
 def test_an_engine_serves_the_folder_and_the_validator_and_the_card_read_it(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = subnetact.Engine.load(saved / "encoder", allow_uncalibrated=True)
+    engine = Engine.load(saved / "encoder", allow_uncalibrated=True)
     assert len(engine) == 3
     expected = load_file(saved / "expected" / "encoder")
     found = next(iter(tensors_of(engine(TOKENS, subnet=2))))
@@ -209,14 +205,12 @@ def test_an_engine_serves_the_folder_and_the_validator_and_the_card_read_it(
     assert main([str(tmp_path)]) == 2
 
 
-def test_names_stay_whoever_gave_them_and_subnets_without_one_get_a_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_stay_and_others_get_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     supernet = small_supernet("ofa_mbv3")
     small, large, middle, other = supernet.space.sample(0, 4)
     named = {small.key: small, "subnet-0": large, "mine": middle}  # earlier versions took keys as names
     tables = {
-        name: subnetact.LatencyTable([small.key], [60.0], [2], [[ms]], stamp=stamp)
+        name: LatencyTable([small.key], [60.0], [2], [[ms]], stamp=stamp)
         for name, ms, stamp in (("here", 2.5, {}), ("a", 3.5, {"device": "x"}), ("b", 4.5, {"device": "x"}))
     }
     figures = {small.key: {"accuracy": 60.0}}
@@ -227,58 +221,32 @@ def test_names_stay_whoever_gave_them_and_subnets_without_one_get_a_number(
     assert f"| {small.key} | " in card
     assert "| 60 | 2.5 | 3.5 | 4.5 |" in card
     options: Any = {"example": IMAGES, "allow_uncalibrated": True}
-    engine = subnetact.Engine(subnetact.from_pretrained(tmp_path / "f"), [other, middle, small], **options)
+    engine = Engine(from_pretrained(tmp_path / "f"), [other, middle, small], **options)
     assert engine.names == ("subnet-1", "mine", small.key)
     engine.save(tmp_path / "f")
-    again: Any = subnetact.from_pretrained(tmp_path / "f")
+    again: Any = from_pretrained(tmp_path / "f")
     assert again.card.subnets == {**named, "subnet-1": other}
-    loaded = subnetact.Engine.load(tmp_path / "f", allow_uncalibrated=True)
+    loaded = Engine.load(tmp_path / "f", allow_uncalibrated=True)
     assert (loaded.names, loaded.accuracy) == (engine.names, (None, None, 60.0))
     sizes = [tensor.shape for tensor in supernet.extract(other).parameters()]
     for name in ("subnet-1", other.key):
-        view = subnetact.from_pretrained(tmp_path / "f", subnet=name)
+        view = from_pretrained(tmp_path / "f", subnet=name)
         assert [tensor.shape for tensor in view.parameters()] == sizes
 
 
-def test_weights_in_several_files(saved: Path, tmp_path: Path) -> None:
-    supernet: Any = subnetact.from_pretrained(saved / "decoder")
+def test_weights_in_several_files_and_hostile_configurations(saved: Path, tmp_path: Path) -> None:
+    """`auto_map` and kernels of a hub are left out; absurd depths are refused before anything is built."""
+    from subnetact.elastic.factories import make_network
+
+    supernet: Any = from_pretrained(saved / "decoder")
     supernet.save_pretrained(tmp_path / "decoder", shard_bytes=2**14)
     assert len(list((tmp_path / "decoder").glob("model-*.safetensors"))) > 1
-    again: Any = subnetact.from_pretrained(tmp_path / "decoder")
+    again: Any = from_pretrained(tmp_path / "decoder")
     assert again.fingerprint() == supernet.fingerprint()
     index = tmp_path / "decoder" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001", "../model-00001"))
     with pytest.raises(FileFormatError, match="changed since it was written"):
-        subnetact.from_pretrained(tmp_path / "decoder")
-
-
-def test_a_network_of_the_user_is_given_and_filled(tmp_path: Path) -> None:
-    def network() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
-
-    x = torch.randn(3, 4)
-    supernet = subnetact.insert_(network(), example=x)
-    supernet.save_pretrained(tmp_path / "f")
-    other = network()
-    view = subnetact.from_pretrained(tmp_path / "f", subnet="smallest", model=other)
-    assert torch.equal(view(x), supernet.subnet(supernet.space.smallest())(x))
-    other.load_state_dict(load_file(tmp_path / "f" / "model.safetensors"))
-    with pytest.raises(FileFormatError, match=r"own network.*model="):
-        subnetact.from_pretrained(tmp_path / "f")
-    with pytest.raises((FileFormatError, InsertError)):
-        subnetact.from_pretrained(tmp_path / "f", model=torch.nn.Linear(4, 2))
-    with pytest.raises(SpecError, match="another network"):
-        supernet.save_pretrained(
-            tmp_path / "g",
-            factory={"library": "torchvision", "name": "resnet18", "arguments": {}},
-        )
-    assert not (tmp_path / "g").exists()
-
-
-def test_configurations_that_would_run_other_code_do_not(saved: Path, tmp_path: Path) -> None:
-    """`auto_map` and kernels of a hub are left out; absurd depths are refused before anything is built."""
-    from subnetact.elastic.factories import make_network
-
+        from_pretrained(tmp_path / "decoder")
     config = json.loads((saved / "decoder" / "config.json").read_text())
     hostile = {"auto_map": {"AutoModel": "evil.py--Evil"}, "attn_implementation": "evil/kernel"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **hostile}))
@@ -291,7 +259,29 @@ def test_configurations_that_would_run_other_code_do_not(saved: Path, tmp_path: 
         make_network(factory, tmp_path, 10**6)
 
 
-def test_subnets_are_measured_on_a_folder_of_images(
+def test_a_network_of_the_user_is_given_and_filled(tmp_path: Path) -> None:
+    def network() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).eval()
+
+    x = torch.randn(3, 4)
+    supernet = insert_(network(), example=x)
+    supernet.save_pretrained(tmp_path / "f")
+    other = network()
+    view = from_pretrained(tmp_path / "f", subnet="smallest", model=other)
+    assert torch.equal(view(x), supernet.subnet(supernet.space.smallest())(x))
+    other.load_state_dict(load_file(tmp_path / "f" / "model.safetensors"))
+    with pytest.raises(FileFormatError, match=r"own network.*model="):
+        from_pretrained(tmp_path / "f")
+    with pytest.raises((FileFormatError, InsertError)):
+        from_pretrained(tmp_path / "f", model=torch.nn.Linear(4, 2))
+    with pytest.raises(SpecError, match="another network"):
+        supernet.save_pretrained(
+            tmp_path / "g", factory={"library": "torchvision", "name": "resnet18", "arguments": {}}
+        )
+    assert not (tmp_path / "g").exists()
+
+
+def test_subnets_are_measured_on_images(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import shutil
@@ -300,7 +290,7 @@ def test_subnets_are_measured_on_a_folder_of_images(
 
     folder = tmp_path / "f"
     shutil.copytree(saved / "torchvision", folder)
-    network: Any = subnetact.from_pretrained(folder, "large")
+    network: Any = from_pretrained(folder, "large")
     draws = torch.randint(0, 256, (30, 64, 64, 3), generator=torch.Generator().manual_seed(0)).byte()
     scaled = draws[:, 16:48, 16:48].permute(0, 3, 1, 2) / 255  # of the size that the middle has
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))

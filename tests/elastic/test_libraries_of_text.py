@@ -6,10 +6,12 @@ where the library opens the folder that has this subnet alone.
 
 from __future__ import annotations
 
+import configparser
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
@@ -18,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+from subnetact import insert_
+
 pytest.importorskip("transformers")
 
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import subnetact
 from subnetact.errors import SpecError
 from subnetact.generation.text import DATA, END
 
@@ -32,19 +35,17 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One use of a library.
-
-    Attributes:
-        needs: the packages that it needs.
-        model: the bundle that it opens.
-        ours: what it runs with this package on the bundle, which leaves a tensor in `found`.
-        alone: what it runs without this package on the cut-out.
-    """
+    """One use of a library: with this package on a bundle, and without it on the cut-out."""
 
     needs: tuple[str, ...]
     model: str
     ours: str
     alone: str
+
+
+def of_bert(options: str, name: str = "folder", first: str = "", needs: str = "transformers") -> Row:
+    ours = first + TRANSFORMERS.format(options=options).replace("name", name)
+    return Row((needs,), "bert", ours, TRANSFORMERS.format(options="").replace("name", "folder"))
 
 
 TRANSFORMERS = """
@@ -151,26 +152,11 @@ SUBNET = """
 """
 ALONE_TASK = TASK.replace("**MODEL", 'model="hf", model_args={"pretrained": folder}')
 ALONE_LIKELIHOODS = LIKELIHOODS.replace("{model}", 'HFLM(pretrained=folder, device="cpu")')
+FIRST = "    from transformers import PreTrainedModel\n    import subnetact\n"
 TABLE = {
-    "transformers": Row(
-        ("transformers",),
-        "bert",
-        TRANSFORMERS.format(options=', subnet="half"').replace("name", "folder"),
-        TRANSFORMERS.format(options="").replace("name", "folder"),
-    ),
-    "transformers, imported first": Row(
-        ("transformers",),
-        "bert",
-        "    from transformers import PreTrainedModel\n    import subnetact\n"
-        + TRANSFORMERS.format(options=', subnet="half", dtype="float32"').replace("name", "folder"),
-        TRANSFORMERS.format(options="").replace("name", "folder"),
-    ),
-    "huggingface_hub": Row(
-        ("huggingface_hub",),
-        "bert",
-        PUSHED + TRANSFORMERS.format(options=', config=config, subnet="half"').replace("name", '"me/model"'),
-        TRANSFORMERS.format(options="").replace("name", "folder"),
-    ),
+    "transformers": of_bert(', subnet="half"'),
+    "transformers, imported first": of_bert(', subnet="half", dtype="float32"', first=FIRST),
+    "huggingface_hub": of_bert(', config=config, subnet="half"', '"me/model"', PUSHED, "huggingface_hub"),
     "sentence-transformers": Row(
         ("sentence_transformers",),
         "bert",
@@ -233,7 +219,7 @@ def run(text: str, folder: Path, other: Path, python_path: str, ours: bool) -> t
 def saved(model: Any, folder: Path) -> tuple[Path, Path]:
     """Write a bundle with a subnet that is called half, and this subnet alone, both with a tokenizer."""
     x = torch.randint(5, 99, (2, 8))
-    supernet = subnetact.insert_(model, example={"input_ids": x}, axes=("depth", "ffn"), choices=(0.5, 1.0))
+    supernet = insert_(model, example={"input_ids": x}, axes=("depth", "ffn"), choices=(0.5, 1.0))
     supernet.save_pretrained(folder / "bundle", subnets={"half": supernet.space.smallest()})
     supernet.save_pretrained(folder / "alone", only=supernet.space.smallest(), example={"input_ids": x})
     file = str(DATA / "text_tokenizer.json")
@@ -244,7 +230,7 @@ def saved(model: Any, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_subnet_of_a_bundle_is_in_another_library_what_its_cut_out_is(
+def test_a_subnet_is_in_another_library_what_its_cut_out_is(
     name: str, tmp_path: Path, python_path: str
 ) -> None:
     row = TABLE[name]
@@ -271,7 +257,7 @@ def test_what_a_bundle_cannot_follow_is_refused(tmp_path: Path) -> None:
     sizes: Any = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     network = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4)).eval()
     x = torch.randint(5, 99, (2, 8))
-    supernet = subnetact.insert_(network, example={"input_ids": x}, axes=("ffn",), choices=(0.5, 1.0))
+    supernet = insert_(network, example={"input_ids": x}, axes=("ffn",), choices=(0.5, 1.0))
     supernet.save_pretrained(tmp_path / "bundle", subnets={"half": supernet.space.smallest()})
     bundle: Any = tmp_path / "bundle"
     half = BertModel.from_pretrained(bundle, subnet="half", dtype=torch.float64)
@@ -285,3 +271,14 @@ def test_what_a_bundle_cannot_follow_is_refused(tmp_path: Path) -> None:
         BertModel.from_pretrained(bundle, subnet="tiny")
     with pytest.raises(TypeError, match="unexpected keyword"):
         BertModel.from_pretrained(bundle, subset="half")
+
+
+def test_the_entry_point_of_lm_eval_is_the_model() -> None:
+    pytest.importorskip("lm_eval")
+    from subnetact.elastic.language_model import ElasticLM
+
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    name, _, value = setup["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
+    assert name == "subnetact"
+    assert EntryPoint(name, value, "lm_eval.models").load() is ElasticLM

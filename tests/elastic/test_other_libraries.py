@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
+from subnetact import from_pretrained, insert_, reorder_
 from subnetact.insertion import as_pretrained
 from subnetact.insertion.experts import expert_saliency
 from subnetact.spec import SubnetSpec
@@ -75,7 +76,7 @@ def decoder(**settings: Any) -> Any:
 
 def elastic(network: nn.Module, example: Any = IMAGES, **options: Any) -> tuple[Supernet, list[SubnetSpec]]:
     """Return a supernet, and its smallest, its largest and another subnet."""
-    supernet = subnetact.insert_(network, example=example, **options)
+    supernet = insert_(network, example=example, **options)
     return supernet, supernet.space.sample(0, 3)
 
 
@@ -156,28 +157,24 @@ def features_and_head(name: str) -> None:
 @torch.no_grad()
 def new_head(name: str) -> None:
     """A view, its copy and an extract get heads of their own size; that of the network is elastic."""
+
+    def pooled(network: Any) -> Tensor:
+        return network.forward_head(network.forward_features(IMAGES), pre_logits=True)  # type: ignore[no-any-return]
+
     supernet, specs = elastic(of_timm(name, num_classes=5))
     small, before = specs[0], supernet(IMAGES, subnet=specs[0])
-    width = supernet.extract(small).forward_head(
-        supernet.extract(small).forward_features(IMAGES), pre_logits=True
-    )
+    width = pooled(supernet.extract(small)).shape[1]
     subjects = copy.deepcopy(supernet.subnet(small)), supernet.subnet(small), supernet.extract(small)
     for subject in subjects:
         subject.reset_classifier(3)
-        assert subject.get_classifier().in_features == width.shape[1]
-        expected = subject.get_classifier()(
-            subject.forward_head(subject.forward_features(IMAGES), pre_logits=True)
-        )
-        require_equal([subject(IMAGES)], [expected])
+        assert subject.get_classifier().in_features == width
+        require_equal([subject(IMAGES)], [subject.get_classifier()(pooled(subject))])
     require_equal([supernet(IMAGES, subnet=small)], [before])
     supernet.network.reset_classifier(3)
-    weight = supernet.network.get_classifier().weight
+    head = supernet.network.get_classifier()
     for spec in specs:
-        features = supernet.extract(spec).forward_head(
-            supernet.extract(spec).forward_features(IMAGES), pre_logits=True
-        )
-        bias = supernet.network.get_classifier().bias
-        expected = nn.functional.linear(features, weight[:, : features.shape[1]], bias)
+        features = pooled(supernet.extract(spec))
+        expected = nn.functional.linear(features, head.weight[:, : features.shape[1]], head.bias)
         require_equal([supernet(IMAGES, subnet=spec)], [expected])
 
 
@@ -266,7 +263,7 @@ def auto_class(order: str, tmp_path: Path) -> None:
     supernet, _ = elastic(decoder(), TOKENS)
     spec = chosen(supernet, depth=[0.75], ffn=[0.5, 0.75, 1.0, 0.5], heads=[1.0, 0.5, 1.0, 0.5])
     supernet.save_pretrained(tmp_path / "all", subnets={"mixed": spec})
-    bundle: Any = subnetact.from_pretrained(tmp_path / "all")
+    bundle: Any = from_pretrained(tmp_path / "all")
     bundle.save_pretrained(tmp_path / "mixed", only="mixed", example=TOKENS)
     assert "heterogeneous(LlamaForCausalLM)" in (tmp_path / "mixed" / "README.md").read_text()
     assert json.loads((tmp_path / "mixed" / "config.json").read_text())["model_type"] == "subnetact"
@@ -336,7 +333,7 @@ def experts_by_saliency(_: str) -> None:
     pool = next(group for group in supernet.description.groups.values() if "layers.0" in group.name)
     row = supernet.space.resolve(supernet.space.largest())
     require_equal([expert_saliency(supernet.network, row, pool, TOKENS)], [expected])
-    subnetact.reorder_(supernet, example=TOKENS)
+    reorder_(supernet, example=TOKENS)
     down = supernet.network.model.layers[0].mlp.experts.down_proj
     require_equal(down, block.experts.down_proj[expected.argsort(descending=True, stable=True)])
 
@@ -344,23 +341,12 @@ def experts_by_saliency(_: str) -> None:
 @torch.no_grad()
 def speech_to_text(_: str) -> None:
     """Whisper's view writes what its extract writes, and the largest what the original writes."""
-    sizes = {
-        "d_model": 32,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "vocab_size": 60,
-        "num_mel_bins": 20,
-    }
-    more = {
-        f"{side}_{what}": n
-        for side in ("encoder", "decoder")
-        for what, n in {"layers": 3, "attention_heads": 4}.items()
-    }
+    sides = {"layers": 3, "attention_heads": 4, "ffn_dim": 64}
+    more = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sides.items()}
+    sizes = {"d_model": 32, "vocab_size": 60, "num_mel_bins": 20, "max_source_positions": 20}
     ends = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    config = transformers.WhisperConfig(
-        **sizes, **more, **ends, max_source_positions=20, max_target_positions=32
-    )
+    config = transformers.WhisperConfig(**sizes, **more, **ends, max_target_positions=32)
     original = transformers.WhisperForConditionalGeneration(config).eval()
     sound = torch.randn(2, 20, 40)
     x = {"input_features": sound, "decoder_input_ids": TOKENS[:, :6]}

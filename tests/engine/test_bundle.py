@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import nn
 
-import subnetact
 from ofa_adapters import load
-from subnetact import Engine, calibrate
+from subnetact import Batcher, Engine, LatencyTable, calibrate, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.elastic.__main__ import main as check_bundle
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError, ProfileMismatch, StaleWeights
@@ -27,18 +27,18 @@ EXAMPLE = torch.zeros(1, 16, 16)
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def engine_of(digits: Supernet) -> subnetact.Engine:
+def engine_of(digits: Supernet) -> Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
-    subnetact.calibrate(digits, specs, [X], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[60.0, None, 80.0])
-    engine.tables["cpu"] = subnetact.LatencyTable(
+    calibrate(digits, specs, [X], progress=False)
+    engine = Engine(digits, specs, example=EXAMPLE[None], accuracy=[60.0, None, 80.0])
+    engine.tables["cpu"] = LatencyTable(
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[1, 2], [2, 3], [3, 5]], stamp={"device": "cpu"}
     )
     return engine
 
 
 @pytest.fixture
-def engine(digits: Supernet) -> subnetact.Engine:
+def engine(digits: Supernet) -> Engine:
     return engine_of(digits)
 
 
@@ -50,10 +50,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None:
+def test_an_engine_round_trips(engine: Engine, tmp_path: Path) -> None:
     engine.remove(1)
     engine.save(tmp_path / "b")
-    loaded = subnetact.Engine.load(tmp_path / "b", memory_budget_mb=8)
+    loaded = Engine.load(tmp_path / "b", memory_budget_mb=8)
     assert loaded.fingerprint == engine.fingerprint
     assert (loaded.specs, loaded.keys, loaded.ids) == (engine.specs, engine.keys, engine.ids)
     assert loaded.accuracy == (60.0, None, 80.0)
@@ -63,12 +63,14 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
     for i in engine.ids:
         torch.testing.assert_close(loaded(X, subnet=i), engine(X, subnet=i), rtol=5e-5, atol=5e-5)
     loaded.save(tmp_path / "b")
-    assert subnetact.Engine.load(tmp_path / "b").keys == engine.keys
-    names = {p.name for p in (tmp_path / "b").iterdir()}
-    assert names == {
-        *("elastic.json", "model.safetensors", "norms.safetensors", "shared_norms.safetensors"),
-        "latency-0.json",
-    }
+    assert Engine.load(tmp_path / "b").keys == engine.keys
+    files = ("elastic.json", "model.safetensors", "norms.safetensors", "shared_norms.safetensors")
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {*files, "latency-0.json"}
+    supernet = Engine.load(tmp_path / "b").supernet
+    spec, before = engine.specs[2], supernet.fingerprint()
+    alone = torch.cat([supernet(x[None], subnet=spec) for x in X])  # It is in evaluation mode.
+    torch.testing.assert_close(supernet(X, subnet=spec), alone, rtol=5e-5, atol=5e-5)
+    assert (supernet.training, supernet.fingerprint()) == (False, before)
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -76,32 +78,39 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
 def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path, dtype: torch.dtype) -> None:
     supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3).to(dtype)
     x = torch.randn(2, 3, 32, 32).to(dtype)
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=x[:1], allow_uncalibrated=True)
+    engine = Engine(supernet, [supernet.space.smallest()], example=x[:1], allow_uncalibrated=True)
     engine.save(tmp_path)
-    torch.testing.assert_close(subnetact.Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))
+    torch.testing.assert_close(Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))
 
 
-def own_supernet() -> Supernet:
-    space = subnetact.SubnetSpace("own", [subnetact.Axis.uniform("width", ["all"], (4, 8))], _width)
-    return subnetact.insert_(
-        nn.Sequential(nn.Conv2d(1, 8, 3)), space, {"0": subnetact.WeightSlice.on(out="width")}
-    )
+class Versioned(nn.Linear):
+    """A layer that, like torchvision's MNASNet, takes no state_dict without the version of its format."""
 
+    _version = 2
 
-def _width(values: Any) -> dict[str, int]:
-    return {"width": values["width"][0]}
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            raise ValueError(f"version {metadata.get('version')} is unknown")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
 def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> None:
-    supernet = own_supernet()
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=EXAMPLE[None])
+    def made() -> Supernet:
+        torch.manual_seed(0)
+        return one_width(
+            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), Versioned(4, 2)), {"0": "out", "1": "in"}
+        )
+
+    engine, x = Engine(made(), [made().space.smallest()], example=torch.ones(1, 3)), torch.randn(2, 3)
     engine.save(tmp_path)
-    loaded = subnetact.Engine.load(tmp_path, supernet=own_supernet())
-    assert torch.equal(loaded(X, subnet=0), engine(X, subnet=0))
+    loaded = Engine.load(tmp_path, supernet=made())
+    assert torch.equal(loaded(x, subnet=0), engine(x, subnet=0))
+    with pytest.raises(InsertError, match="expected a Supernet, got Linear"):
+        Engine.load(tmp_path, supernet=nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(FileFormatError, match=r"own network.*supernet="):
-        subnetact.Engine.load(tmp_path)
+        Engine.load(tmp_path)
     with pytest.raises(ForeignSpec, match="own-"):
-        subnetact.Engine.load(tmp_path, supernet=digits)
+        Engine.load(tmp_path, supernet=digits)
 
 
 class Block(nn.Sequential):
@@ -125,17 +134,17 @@ def test_a_bundle_makes_an_ordinary_network_elastic_as_it_was(tmp_path: Path) ->
     x, seen = torch.randn(3, 6), set()
     for seed in range(4):
         torch.manual_seed(seed)
-        supernet = subnetact.insert_(Residual().eval(), example=x)
+        supernet = insert_(Residual().eval(), example=x)
         seen.add(supernet.space.id)
-        subnetact.Engine(supernet, [supernet.space.smallest()], example=x[:1]).save(tmp_path / f"{seed}")
-        loaded = subnetact.Engine.load(tmp_path / f"{seed}", supernet=Residual())
+        Engine(supernet, [supernet.space.smallest()], example=x[:1]).save(tmp_path / f"{seed}")
+        loaded = Engine.load(tmp_path / f"{seed}", supernet=Residual())
         served = Source(bundle=str(tmp_path / f"{seed}"), model=f"{__name__}:Residual").engine()
         torch.testing.assert_close(loaded(x, subnet=0), supernet(x, subnet=supernet.space.smallest()))
         torch.testing.assert_close(served(x, subnet=0), loaded(x, subnet=0))
     assert len(seen) > 1
-    other = subnetact.insert_(nn.Sequential(Residual(), nn.Linear(6, 2)).eval(), example=x)
+    other = insert_(nn.Sequential(Residual(), nn.Linear(6, 2)).eval(), example=x)
     with pytest.raises(ForeignSpec, match="or the ordinary network"):
-        subnetact.Engine.load(tmp_path / "0", supernet=other)
+        Engine.load(tmp_path / "0", supernet=other)
 
 
 @pytest.mark.parametrize("name", ["elastic.json", "model.safetensors", "norms.safetensors", "latency-0.json"])
@@ -153,7 +162,22 @@ def test_a_damaged_file_is_named(saved: Path, tmp_path: Path, name: str, damage:
         data[at] = data[at] ^ 1
         path.write_bytes(data)
     with pytest.raises(FileFormatError, match=name):
-        subnetact.Engine.load(tmp_path)
+        Engine.load(tmp_path)
+
+
+def changed_index(folder: Path, change: dict[str, Any]) -> None:
+    """Change places of the index of a bundle, whose first subnet is called so, and sign it again."""
+    document = json.loads((folder / "elastic.json").read_text())
+    document["subnets"]["first"] = document["subnets"].pop(document["engine"]["subnets"][0])
+    document["engine"]["subnets"][0] = "first"
+    for place, value in change.items():
+        *outer, field = place.split(".")
+        inner = document
+        for name in outer:
+            inner = inner[name]
+        inner[field] = value
+    del document["checksum"]
+    (folder / "elastic.json").write_text(json.dumps({**document, "checksum": checksum(document)}))
 
 
 def of_library(library: str, name: str, **arguments: Any) -> dict[str, Any]:
@@ -211,37 +235,22 @@ def of_family(name: str, **constructor: Any) -> dict[str, Any]:
         ({"licence": 3}, "is 3, not string or null"),
     ],
 )
-def test_a_foreign_or_newer_index_is_refused(
-    saved: Path, tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_a_foreign_index_is_refused(saved: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    index = tmp_path / "elastic.json"
-    document = json.loads(index.read_text())
-    document["subnets"]["first"] = document["subnets"].pop(document["engine"]["subnets"][0])
-    document["engine"]["subnets"][0] = "first"
-    for place, value in change.items():
-        *outer, field = place.split(".")
-        inner = document
-        for name in outer:
-            inner = inner[name]
-        inner[field] = value
-    del document["checksum"]
-    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    changed_index(tmp_path, change)
     with pytest.raises(FileFormatError, match=rf"elastic\.json.*{words}"):
-        subnetact.Engine.load(tmp_path)
+        Engine.load(tmp_path)
 
 
-def test_other_directories_are_left_alone(engine: subnetact.Engine, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(FileFormatError, match="something else"):
-        engine.save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
-    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_save_keeps_the_bundle(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "b"
+    folder, mine = tmp_path / "b", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "mine.txt").write_text("mine")
+    with pytest.raises(FileFormatError, match="something else"):
+        engine.save(mine)
+    assert [p.name for p in mine.iterdir()] == ["mine.txt"]
     engine.save(folder)
     assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -254,62 +263,16 @@ def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
     engine.tables.clear()
     engine.save(folder)
     assert "latency-0.json" not in {p.name for p in folder.iterdir()}
-    assert [p.name for p in tmp_path.iterdir()] == ["b"]
-    assert subnetact.Engine.load(folder).tables == {}
+    assert {p.name for p in tmp_path.iterdir()} == {"b", "mine"}
+    assert Engine.load(folder).tables == {}
 
 
-def test_a_network_in_place_of_a_supernet_is_not_blamed_on_the_bundle(
-    engine: subnetact.Engine, tmp_path: Path
-) -> None:
-    engine.save(tmp_path / "b")
-    with pytest.raises(InsertError, match="expected a Supernet, got Linear"):
-        subnetact.Engine.load(tmp_path / "b", supernet=nn.Linear(1, 1))  # type: ignore[arg-type]
-
-
-class Versioned(nn.Linear):
-    """A layer that, like torchvision's MNASNet, takes no state_dict without the version of its format."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("version") != 2:
-            raise ValueError(f"version {metadata.get('version')} is unknown")
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
-
-
-def test_modules_that_ask_for_a_version_are_loaded(tmp_path: Path) -> None:
-    def made() -> Supernet:
-        space = subnetact.SubnetSpace(
-            "mine", [subnetact.Axis.uniform("width", ["all"], [4, 8])], lambda v: {"width": v["width"][0]}
-        )
-        elastic = {
-            "0": subnetact.WeightSlice.on(out="width"),
-            "1": subnetact.WeightSlice.on(in_="width"),
-        }
-        network = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), Versioned(4, 2))
-        return subnetact.insert_(network.eval(), space, elastic)
-
-    supernet = made()
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=torch.ones(1, 3))
-    engine.save(tmp_path / "b")
-    loaded = subnetact.Engine.load(tmp_path / "b", supernet=made())
-    x = torch.randn(2, 3)
-    assert torch.equal(loaded(x, subnet=0), engine(x, subnet=0))
-
-
-def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
+def test_processes_share_the_weights_of_a_mapped_bundle(engine: Engine, tmp_path: Path) -> None:
     """The weights stay in the file; the engine computes with them, and a later bundle is another file."""
-    supernet = load_digits_supernet()
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    calibrate(supernet, specs, [torch.rand(16, 1, 16, 16)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16))
     engine.save(tmp_path / "bundle")
-    mapped = Engine.load(tmp_path / "bundle", mapped=True)
-    own = Engine.load(tmp_path / "bundle")
-    x = torch.rand(4, 1, 16, 16)
+    mapped, supernet = Engine.load(tmp_path / "bundle", mapped=True), engine.supernet
     for subnet in (0, 1):
-        assert torch.allclose(mapped(x, subnet), own(x, subnet), atol=5e-5)
-        assert torch.allclose(mapped(x, subnet), engine(x, subnet), atol=5e-5)
+        assert torch.allclose(mapped(X, subnet), engine(X, subnet), atol=5e-5)
     ranges = [
         tuple(int(end, 16) for end in line.split()[0].split("-"))
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -318,24 +281,19 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
     weights = [tensor for tensor in mapped.supernet.network.state_dict().values() if tensor.numel()]
     assert weights
     assert all(any(low <= tensor.data_ptr() < high for low, high in ranges) for tensor in weights)
-    before = mapped(x, 1)
+    before = mapped(X, 1)
     with torch.no_grad():
         supernet.network.classifier.bias.add_(1.0)
-    Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16)).save(tmp_path / "bundle")
-    assert torch.equal(mapped(x, 1), before)
+    engine.tables.clear()
+    engine.save(tmp_path / "bundle")
+    assert torch.equal(mapped(X, 1), before)
 
 
-def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
-    engine: subnetact.Engine, tmp_path: Path
-) -> None:
+def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(engine: Engine, tmp_path: Path) -> None:
     """Neither the precision nor the weights, statistics or space of the supernet change before the check."""
     engine.save(tmp_path / "b")
-    index = tmp_path / "b" / "elastic.json"
-    document = json.loads(index.read_text())
-    document.pop("checksum")
-    document["precision"] = {"precisions": ["int8"], "keep": [], "last": False}
-    document["space"] = "digits-000000000000"
-    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    precision = {"precisions": ["int8"], "keep": [], "last": False}
+    changed_index(tmp_path / "b", {"precision": precision, "space": "digits-000000000000"})
     given = load_digits_supernet()
     before = given.fingerprint(), given.space.id, given.precision, len(given.norms)
     with pytest.raises(ForeignSpec, match="give the supernet that was saved"):
@@ -343,22 +301,12 @@ def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
     assert (given.fingerprint(), given.space.id, given.precision, len(given.norms)) == before
 
 
-def test_a_rebuilt_supernet_is_in_evaluation_mode(engine: subnetact.Engine, tmp_path: Path) -> None:
-    """Its answers do not depend on batch mates, and running it changes nothing."""
-    engine.save(tmp_path / "b")
-    supernet = Engine.load(tmp_path / "b").supernet
-    spec, before = engine.specs[1], supernet.fingerprint()
-    alone = torch.cat([supernet(x[None], subnet=spec) for x in X])
-    torch.testing.assert_close(supernet(X, subnet=spec), alone, rtol=5e-5, atol=5e-5)
-    assert (supernet.training, supernet.fingerprint()) == (False, before)
-
-
 def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
-    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And saving takes no lock that registering a subnet holds while it waits for the weights."""
     engine.save(tmp_path / "b")
-    before = (tmp_path / "b" / "elastic.json").read_text()
-    copied = NormTable.to_like
+    before, copied = (tmp_path / "b" / "elastic.json").read_text(), NormTable.to_like
 
     def training(table: NormTable, tensor: Any) -> NormTable:
         with torch.no_grad():
@@ -370,14 +318,8 @@ def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
         with pytest.raises(StaleWeights, match="between two steps of the training"):
             engine.save(tmp_path / "b")
     assert (tmp_path / "b" / "elastic.json").read_text() == before
-    engine.save(tmp_path / "b")
-    assert subnetact.Engine.load(tmp_path / "b").fingerprint == engine.supernet.fingerprint()
-
-
-def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engine, tmp_path: Path) -> None:
-    """Saving takes no lock that registering holds while it waits for the weights."""
     other = engine.supernet.space.sample(1)
-    subnetact.calibrate(engine.supernet, [other], [X])
+    calibrate(engine.supernet, [*engine.specs, other], [X])
     with engine.supernet.generation.lock:
         registering = threading.Thread(target=engine.register, args=(other,))
         registering.start()  # It waits for the weights, with its own lock held.
@@ -385,75 +327,62 @@ def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engi
         engine.save(tmp_path / "b")
     registering.join(60)
     assert not registering.is_alive()
-    assert set(Engine.load(tmp_path / "b").specs) <= set(engine.specs)
+    loaded = Engine.load(tmp_path / "b")
+    assert loaded.fingerprint == engine.supernet.fingerprint()
+    assert set(loaded.specs) <= set(engine.specs)
 
 
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(tmp_path: Path) -> None:
-    supernet = load_digits_supernet()
-    space = supernet.space
-    specs = [space.largest(), space.smallest()]
-    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], allow_uncalibrated=True)
-    extended = supernet.enable_precision("int8")
-    assert engine.register(extended.at_precision(space.smallest(), "float32")) == 1
-    assert engine.register(extended.at_precision(space.smallest(), "int8")) == 2
-    assert len(set(engine.keys)) == len(engine) == 3
-    engine.save(tmp_path / "bundle")
-    assert subnetact.Engine.load(tmp_path / "bundle").keys == engine.keys
-
-
-def test_new_weights_are_saved_with_tables_that_a_server_takes(
-    engine: subnetact.Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_new_weights_and_their_tables(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def table(supernet: str) -> subnetact.LatencyTable:
+    def table(supernet: str) -> LatencyTable:
         stamp = {"supernet": supernet, "dtype": "float32"}
-        return subnetact.LatencyTable(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
+        return LatencyTable(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
 
     engine.tables["cpu"] = table(engine.fingerprint)
     engine.save(tmp_path / "b")
-    weekly = subnetact.Engine.load(tmp_path / "b")  # The fingerprint is not asked for before the exchange.
+    weekly = Engine.load(tmp_path / "b")  # The fingerprint is not asked for before the exchange.
     supernet = weekly.supernet
     other = {name: 2 * t if t.is_floating_point() else t for name, t in supernet.state_dict().items()}
     supernet.load_state_dict(other, norms=supernet.norms)
     weekly.save(tmp_path / "b")
     assert check_bundle([str(tmp_path / "b")]) == 0
-    loaded = subnetact.Engine.load(tmp_path / "b")
+    loaded = Engine.load(tmp_path / "b")
     assert loaded.fingerprint == weekly.fingerprint != engine.fingerprint
     assert loaded.tables["cpu"].stamp["supernet"] == loaded.fingerprint
-    subnetact.Batcher(loaded, table=loaded.tables["cpu"], slo_ms=1000).close()
+    Batcher(loaded, table=loaded.tables["cpu"], slo_ms=1000).close()
 
     loaded.tables["cpu"] = table("0123456789abcdef")
     with pytest.raises(ProfileMismatch, match=r"tables\['cpu'\]: measured on supernet 0123456789abcdef"):
         loaded.save(tmp_path / "b")
-    assert subnetact.Engine.load(tmp_path / "b").fingerprint == loaded.fingerprint
+    assert Engine.load(tmp_path / "b").fingerprint == loaded.fingerprint
     capsys.readouterr()
     supernet.save_pretrained(tmp_path / "c", tables={"cpu": table("0123456789abcdef")})
     assert check_bundle([str(tmp_path / "c")]) == 2
-    served = subnetact.Engine.load(tmp_path / "c", allow_uncalibrated=True)
+    served = Engine.load(tmp_path / "c", allow_uncalibrated=True)
     with pytest.raises(ProfileMismatch) as refused:
-        subnetact.Batcher(served, table=served.tables["cpu"], slo_ms=1000)
+        Batcher(served, table=served.tables["cpu"], slo_ms=1000)
     assert str(refused.value) in capsys.readouterr().err, "the same check, before it is served"
 
 
-def test_the_fingerprint_follows_the_weights(
-    engine: subnetact.Engine, digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_the_fingerprint_follows_the_weights_and_ids_stay_when_precisions_are_enabled(
+    engine: Engine, digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def table() -> subnetact.LatencyTable:
-        stamp = {"supernet": engine.fingerprint}
-        return subnetact.LatencyTable(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
-
-    former = table()
-    other = {name: 2 * t if t.is_floating_point() else t for name, t in digits.state_dict().items()}
-    digits.load_state_dict(other, norms=digits.norms)
-    with pytest.raises(ProfileMismatch, match="measured on supernet"):
-        subnetact.Batcher(engine, table=former, slo_ms=1000)
-    assert engine.fingerprint == digits.fingerprint() != former.stamp["supernet"]
-    engine.tables["cpu"] = table()
-    engine.save(tmp_path / "bundle")
-    loaded = subnetact.Engine.load(tmp_path / "bundle")
-    subnetact.Batcher(loaded, table=loaded.tables["cpu"], slo_ms=1000).close()
+    former = engine.fingerprint
     with torch.no_grad():
         next(digits.parameters()).mul_(2)
-    assert engine.fingerprint == digits.fingerprint() != loaded.fingerprint
-    monkeypatch.setattr(Supernet, "fingerprint", lambda _: "computed again")
-    assert engine.fingerprint != "computed again"
+    assert engine.fingerprint == digits.fingerprint() != former
+    with monkeypatch.context() as patch:
+        patch.setattr(Supernet, "fingerprint", lambda _: "computed again")
+        assert engine.fingerprint != "computed again"
+    space, specs = digits.space, engine.specs
+    engine = Engine(
+        digits, [space.largest(), space.smallest()], example=EXAMPLE[None], allow_uncalibrated=True
+    )
+    extended = digits.enable_precision("int8")
+    assert engine.register(extended.at_precision(specs[0], "float32")) == 1
+    assert engine.register(extended.at_precision(specs[0], "int8")) == 2
+    assert len(set(engine.keys)) == len(engine) == 3
+    engine.save(tmp_path / "bundle")
+    assert Engine.load(tmp_path / "bundle").keys == engine.keys

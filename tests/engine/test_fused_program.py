@@ -1,49 +1,50 @@
-"""Fused programs keep NaN and infinite values where views keep them, and take networks of other libraries."""
+"""Fused programs and layer blocks equal the view, with NaN and infinite values, and follow changes."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from elastic_networks import in_threads, one_width
+from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 
-import subnetact
+from subnetact import Axis, Engine, SubnetNorm, SubnetSpace, WeightSlice, insert_
+from subnetact.digits import new_digits_supernet
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.operators import WeightSlice
+from subnetact.engine.packed_conv import PackedConv
+from subnetact.engine.packed_linear import SMALLEST_WIDTH
+from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact.operators.operation_traits import operation_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 INF = float("inf")
+
+
 STRANGE = (float("nan"), INF, -INF)
 
 
-def widths(choices: tuple[int, ...]) -> subnetact.SubnetSpace:
-    axis = subnetact.Axis.uniform("width", ["all"], choices)
-    return subnetact.SubnetSpace("strange", [axis], lambda v: {"width": v["width"][0]})
-
-
-def engine_of(network: nn.Module, sample: Tensor, elastic: dict | None = None) -> subnetact.Engine:
-    space = widths((4, 8))
+def engine_of(network: nn.Module, sample: Tensor, parts: dict | None = None) -> Engine:
     for norm in network.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             nn.init.normal_(norm.running_mean, 0, 0.2), nn.init.uniform_(norm.running_var, 0.5, 1.5)
             nn.init.uniform_(norm.weight, 0.5, 1.5), nn.init.normal_(norm.bias, 0, 0.2)
-    supernet = subnetact.insert_(network, space, elastic or {}).eval()
-    specs = [space.smallest(), space.largest()]
-    return subnetact.Engine(
-        supernet,
-        specs[: 2 if elastic else 1],
-        example=sample[None],
-        memory_budget_mb=256,
-        allow_uncalibrated=True,
-    )
+    supernet = one_width(network, parts or {})
+    specs = [supernet.space.smallest(), supernet.space.largest()][: 2 if parts else 1]
+    options = {"memory_budget_mb": 256, "allow_uncalibrated": True}
+    return Engine(supernet, specs, example=sample[None], **options)
 
 
-def agree(engine: subnetact.Engine, x: Tensor, subnet: int = 0) -> Tensor:
+def agree(engine: Engine, x: Tensor, subnet: int = 0) -> Tensor:
     """Check that a subnet gives the view's output, NaN and infinite values included; return the output."""
     with torch.inference_mode():
         expected = engine.supernet.subnet(engine.specs[subnet])(x)
@@ -80,13 +81,8 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_strange_values_stay_where_the_view_has_them(kind: str) -> None:
     example = torch.randn(3, 8, 8)
-    elastic = {
-        "first": subnetact.WeightSlice.on(out="width"),
-        "norm": subnetact.SubnetNorm.on(channels="width"),
-        "deep": subnetact.WeightSlice.on(out="width"),
-        "last": subnetact.WeightSlice.on(out="width", in_="width"),
-    }
-    engine, rng = engine_of(Activations(kind), example, elastic), random.Random(0)
+    parts = {"first": "out", "norm": "norm", "deep": "out", "last": "both"}
+    engine, rng = engine_of(Activations(kind), example, parts), random.Random(0)
     assert all(engine.pin(i) for i in range(2))
     agree(engine, torch.randn(2, 3, 8, 8))
     for value, channel, subnet in itertools.product(STRANGE, range(3), range(2)):
@@ -111,7 +107,7 @@ class Halves(nn.Module):
         return F.relu(self.norm(self.conv(x))).chunk(2, 1)
 
 
-def test_a_sample_with_nan_changes_no_answer_of_its_batch_if_there_are_several_outputs() -> None:
+def test_a_sample_with_nan_changes_no_answer_of_its_batch(digits: Supernet) -> None:
     engine = engine_of(Halves(), torch.randn(3, 8, 8))
     assert engine.pin(0)
     x = torch.randn(3, 3, 8, 8)
@@ -121,11 +117,8 @@ def test_a_sample_with_nan_changes_no_answer_of_its_batch_if_there_are_several_o
     for answer, former in zip(engine(x, 0), before, strict=True):
         assert answer[1].isnan().any()
         assert torch.equal(answer[[0, 2]], former[[0, 2]])
-
-
-def test_the_demos_network_does_not_swallow_a_pixel(digits: Supernet) -> None:
     spec, example = digits.space.largest(), torch.zeros(1, 1, 16, 16)
-    engine = subnetact.Engine(digits, [spec], example=example, allow_uncalibrated=True, memory_budget_mb=64)
+    engine = Engine(digits, [spec], example=example, allow_uncalibrated=True, memory_budget_mb=64)
     assert engine.pin(0)
     for value in STRANGE:
         x = torch.rand(3, 1, 16, 16)
@@ -154,15 +147,9 @@ def test_nan_that_the_network_makes_itself_is_kept(make: Callable[[Tensor], Tens
     engine = engine_of(Making(make), torch.randn(3, 8, 8))
     pinned = engine.pin(0)
     assert pinned, pinned.reason
-    with torch.inference_mode():
-        assert not agree(engine, torch.randn(2, 3, 8, 8)).isfinite().all()
-
-
-def test_weights_that_are_not_finite_are_kept_too() -> None:
-    network = Activations("relu mean")
-    network.first.weight.data[2, 1] = float("nan")
-    engine = engine_of(network, torch.randn(3, 8, 8))
-    engine.pin(0)
+    assert not agree(engine, torch.randn(2, 3, 8, 8)).isfinite().all()
+    with torch.no_grad():
+        engine.supernet.network.second.weight[2, 1] = float("nan")
     assert agree(engine, torch.randn(2, 3, 8, 8))[:, 2].isnan().all()
 
 
@@ -210,8 +197,7 @@ class Foreign(nn.Module):
 
 
 def test_derived_layers_and_own_parameters_are_traced(capfd: pytest.CaptureFixture[str]) -> None:
-    elastic = {"norm": subnetact.SubnetNorm.on()}
-    engine = engine_of(Foreign(), torch.randn(3, 8, 8), elastic)
+    engine = engine_of(Foreign(), torch.randn(3, 8, 8), {"norm": SubnetNorm.on()})
     pinned = engine.pin(0)
     assert pinned, pinned.reason
     for count in (1, 3):
@@ -237,22 +223,26 @@ class Deciding(nn.Module):
 
 
 def test_what_cannot_be_fused_is_said_in_one_line_and_nothing_is_printed(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 8))
+    plain, x = nn.Sequential(nn.Flatten(), nn.Linear(12, 8)), torch.randn(4, 3, 2, 2)
     for network, why in ((plain, "nothing to fuse"), (Deciding(), "control flow")):
-        engine = engine_of(network, torch.randn(3, 2, 2))
-        pinned = engine.pin(0)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "subnetact"):
+            engine = engine_of(network, x[0])
+            assert not engine.pin(0)
+            pinned = engine.pin(0)
         assert not pinned
         assert why in pinned.reason
         assert "\n" not in pinned.reason
         assert engine.stats().unfused == {0: pinned.reason}
-    views = subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=0)
-    assert "memory_budget_mb" in views.pin(0).reason
-    assert (
-        "backend='views'"
-        in subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=64, backend="views").pin(0).reason
-    )
+        assert len([r for r in caplog.records if "runs as a view" in r.message]) == 1
+        agree(engine, x)
+    for options, words in (
+        ({"memory_budget_mb": 0}, "memory_budget_mb"),
+        ({"memory_budget_mb": 64, "backend": "views"}, "backend='views'"),
+    ):
+        assert words in Engine(engine.supernet, engine.specs, **options).pin(0).reason
     assert capfd.readouterr().err == ""
 
 
@@ -268,9 +258,9 @@ class Standardised(nn.Conv2d):
 @pytest.mark.parametrize("budget", [0, 64])
 def test_the_forward_of_a_derived_convolution_is_kept(kernel: int, budget: int) -> None:
     network = nn.Sequential(Standardised(3, 8, kernel), nn.ReLU(), nn.Conv2d(8, 8, 1))
-    supernet = subnetact.insert_(network, widths((4, 8)), {}).eval()
+    supernet = one_width(network, {})
     spec, x = supernet.space.smallest(), torch.randn(2, 3, 8, 8)
-    engine = subnetact.Engine(supernet, [spec], example=x[:1], memory_budget_mb=budget)
+    engine = Engine(supernet, [spec], example=x[:1], memory_budget_mb=budget)
     assert bool(engine.pin(0)) == (budget > 0)
     torch.testing.assert_close(engine(x, 0), supernet(x, subnet=spec), rtol=1e-4, atol=1e-5)
 
@@ -289,14 +279,12 @@ class Functional(nn.Module):
 
 
 def test_weights_of_layers_that_are_read_and_not_called() -> None:
-    elastic = {"inner": WeightSlice.on(out="width"), "read": WeightSlice.on(in_="width")}
-    supernet = subnetact.insert_(Functional(), widths((4, 8)), elastic).eval()
-    specs, x = [supernet.space.smallest(), supernet.space.largest()], torch.randn(2, 3, 12, 12)
-    engine = subnetact.Engine(supernet, specs, example=x[:1], memory_budget_mb=64)
-    for i, spec in enumerate(specs):
+    x = torch.randn(2, 3, 12, 12)
+    engine = engine_of(Functional(), x[0], {"inner": "out", "read": "in"})
+    for i in engine.ids:
         pinned = engine.pin(i)
         assert pinned, pinned.reason
-        torch.testing.assert_close(engine(x, i), supernet(x, subnet=spec), rtol=1e-4, atol=1e-5)
+        agree(engine, x, i)
 
 
 TIMM = ("resnetv2_50", "mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "regnetx_002")
@@ -316,26 +304,282 @@ def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == ""
 
 
-def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatch) -> None:
-    with monkeypatch.context() as short:
-        short.setattr("subnetact.engine.fusion_plan.FusedProgram", raising(torch.OutOfMemoryError("no room")))
-        engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
-    assert "memory was short" in engine.stats().unfused[0]
-    engine.prepare([1])  # It tries again.
-    assert engine.is_fused(0)
+def test_a_reason_against_fusing_ends_with_memory_or_the_weights_that_it_was_found_with(monkeypatch) -> None:
+    def engine_while(error: Exception) -> Engine:
+        def fail(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("subnetact.engine.fusion_plan.FusedProgram", fail)
+            return engine_of(Activations("relu max"), torch.randn(3, 8, 8))
+
+    short = engine_while(torch.OutOfMemoryError("no room"))
+    assert "memory was short" in short.stats().unfused[0]
+    short.prepare([1])  # It tries again.
+    assert short.is_fused(0)
+    strange = engine_while(ValueError("strange"))
+    assert strange.pin(0).reason == "strange"
+    strange.supernet.load_state_dict(strange.supernet.state_dict())
+    assert strange.pin(0)
 
 
-def test_a_reason_against_fusing_ends_with_the_weights_that_it_was_found_with(monkeypatch) -> None:
-    with monkeypatch.context() as strange:
-        strange.setattr("subnetact.engine.fusion_plan.FusedProgram", raising(ValueError("strange")))
-        engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
-    assert engine.pin(0).reason == "strange"
-    engine.supernet.load_state_dict(engine.supernet.state_dict())
+@pytest.mark.parametrize("pixels", [3, 40])  # a product with the plain weight, and oneDNN's convolution
+@pytest.mark.parametrize("overwrite", [None, False, True])
+def test_pointwise_convolutions_add_and_activate_at_every_size(pixels: int, overwrite: bool | None) -> None:
+    conv, norm = nn.Conv2d(6, 10, 1), nn.BatchNorm2d(10).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    x, other = (torch.randn(2, c, pixels, pixels).to(memory_format=torch.channels_last) for c in (6, 10))
+    relu = operation_of(torch.relu)
+    with torch.inference_mode():
+        expected = norm(conv(x)) if overwrite is None else norm(conv(x)) + other
+        packed = PackedConv(conv, norm, relu)
+        packed.overwrite = bool(overwrite)
+        got = packed(x) if overwrite is None else packed(x, other.clone())
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        assert packed.nbytes >= 4 * (conv.weight.numel() + 10)
+    torch.testing.assert_close(got, expected.relu(), rtol=1e-4, atol=1e-5)
+
+
+MAPS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def computed_kernels() -> Supernet:
+    torch.manual_seed(0)
+    network = nn.Sequential(KernelConv2d(4, [3, 5], matrices=True), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    axes = [Axis.uniform(name, ["all"], c) for name, c in (("k", (3, 5)), ("w", (2, 4)))]
+    space = SubnetSpace("found", axes, lambda v: {"k": v["k"][0], "w": v["w"][0], "c": 4})
+    elastic = {
+        "0": ElasticKernel.on(channels="c", kernel="k"),
+        "1": WeightSlice.on(out="w"),
+        "2": WeightSlice.on(in_="w"),
+    }
+    return insert_(network, space, elastic).eval()
+
+
+def through_data(parameter: Tensor) -> None:
+    parameter.data.mul_(1.2)
+
+
+def through_numpy(parameter: Tensor) -> None:
+    parameter.detach().numpy()[...] *= 1.2
+
+
+def new_storage(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 1.2
+
+
+def moved_by_set(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.set_(parameter.detach() * 1.2)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage, moved_by_set])
+@pytest.mark.parametrize("budget", [0, 64])
+def test_traceless_changes_are_followed_after_refresh(change: Callable[[Tensor], None], budget: int) -> None:
+    supernet = computed_kernels()
+    spec = supernet.space.smallest()
+    engine = Engine(supernet, [spec], example=MAPS[:1], memory_budget_mb=budget)
+    assert bool(engine.pin(0)) == (budget > 0)
+    engine(MAPS, 0), supernet(MAPS, subnet=spec)
+    for parameter in supernet.parameters():
+        change(parameter)
+    supernet.refresh()
+    expected = supernet.extract(spec)(MAPS)
+    for run in (lambda: engine(MAPS, 0), lambda: supernet(MAPS, subnet=spec)):
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_were_made_in_inference_mode_are_followed_after_refresh() -> None:
+    with torch.inference_mode():
+        supernet = computed_kernels()
+        engine = Engine(supernet, [supernet.space.smallest()], example=MAPS[:1], memory_budget_mb=64)
+        assert engine.pin(0)
+        for parameter in supernet.parameters():
+            parameter.mul_(1.2)
+    supernet.refresh()
+    expected = supernet.extract(engine.specs[0])(MAPS)
+    torch.testing.assert_close(engine(MAPS, 0), expected, rtol=1e-4, atol=1e-4)
+
+
+class Buffered(nn.Module):
+    """Reads buffers, from which a fused program computes a constant.
+
+    One linear layer is so wide that its weight is packed on CPUs of every maker, without AVX-512 as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = SMALLEST_WIDTH
+        self.a, self.b, self.c = nn.Linear(16, wide), nn.Linear(wide, wide), nn.Linear(wide, 8)
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("index", torch.zeros(wide, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x))) + self.table[self.index]))
+
+
+def buffered() -> tuple[Supernet, Engine]:
+    torch.manual_seed(0)
+    supernet = one_width(Buffered(), {"a": "out", "b": "in"}, (32, SMALLEST_WIDTH))
+    return supernet, new_engine(supernet)
+
+
+def new_engine(supernet: Supernet) -> Engine:
+    largest = [supernet.space.largest()]
+    return Engine(supernet, largest, example=torch.zeros(1, 16), memory_budget_mb=64)
+
+
+def test_fused_programs_follow_buffers() -> None:
+    supernet, engine = buffered()
+    spec, x = engine.specs[0], torch.randn(4, 16)
+    for name, value in (("table", 2.0), ("index", 3)):
+        assert engine.pin(0)
+        with torch.no_grad():
+            supernet.network.table[3] = 5.0
+            supernet.network.get_buffer(name).fill_(value)
+        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
     assert engine.pin(0)
+    supernet.network.table.data.add_(1.0)
+    supernet.refresh()
+    torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
 
 
-def raising(error: Exception) -> Callable[..., None]:
-    def fail(*args: object) -> None:
-        raise error
+def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, _ = buffered()
+    spec, limit, x = supernet.space.largest(), FusedProgram.limit, torch.randn(4, 16)
 
-    return fail
+    def training(*args: object) -> None:
+        """Stand for another thread that trains when the program is complete and not kept yet."""
+        with torch.no_grad():
+            for parameter in supernet.parameters():
+                parameter.mul_(1.5)
+        limit(*args)
+        complete.append(True)
+
+    complete: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedProgram, "limit", training)
+        engine = new_engine(supernet)
+        engine.pin(0)
+    assert complete, "no program was made"
+    expected = supernet.extract(spec)(x)
+    torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_is_not_lost_if_weights_change_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, engine = buffered()
+    spec, x, forward = engine.specs[0], torch.randn(4, 16), Buffered.forward
+
+    def training(network: Buffered, x: Tensor) -> Tensor:
+        """Stand for another thread that trains whenever the network runs."""
+        with torch.no_grad():
+            supernet.network.table.add_(1.0)
+        return forward(network, x)
+
+    def is_made_by_the_next_call() -> None:
+        assert engine.stats().fused_bytes == 0
+        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+        assert engine.stats().fused_bytes > 0
+        assert not engine.stats().unfused
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        engine = new_engine(supernet)
+        assert engine.pin(0)
+    is_made_by_the_next_call()
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffered, "forward", training)
+        supernet.subnet(spec)(x), engine(x, 0)
+    is_made_by_the_next_call()
+
+
+def digits_engine(count: int = 6, **options: Any) -> Engine:
+    supernet = new_digits_supernet()
+    rng = Random(0)
+    specs = [supernet.space.largest(), supernet.space.smallest()]
+    while len(specs) < count:
+        spec = supernet.space.sample(rng)
+        specs += [spec] if spec not in specs else []
+    options = {"allow_uncalibrated": True, "example": torch.zeros(1, 1, 16, 16)} | options
+    return Engine(supernet, specs, **options)
+
+
+def through(engine: Engine, subnet: int, x: Tensor) -> Tensor:
+    """Return what a batch gives block by block."""
+    run = engine.start(subnet, list(x), len(x))
+    while not run.step():
+        pass
+    return torch.stack(list(run.outputs()))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("budget", [0.0, 256.0])
+def test_blocks_equal_the_whole_subnet_bit_for_bit(x: Tensor, budget: float) -> None:
+    engine = digits_engine(memory_budget_mb=budget)
+    for subnet in engine.ids:
+        if budget:
+            assert engine.pin(subnet)
+        assert torch.equal(through(engine, subnet, x), engine(x, subnet))
+        run = engine.start(subnet, list(x), 8)
+        depth = sum(engine.specs[subnet]["depth"])
+        assert run.blocks == 1 + depth  # the stem, and one block per layer that is kept
+        assert not run.step()
+        while not run.step(2):
+            pass
+        assert torch.equal(torch.stack(list(run.outputs())), engine(x, subnet))
+
+
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "autoformer"])
+def test_blocks_of_families(family: str) -> None:
+    supernet = small_supernet(family)
+    (x,) = small_inputs(family, 3).values()
+    specs = [supernet.space.largest(), supernet.space.smallest()]
+    engine = Engine(supernet, specs, allow_uncalibrated=True, example=x[:1])
+    for subnet in engine.ids:
+        assert engine.start(subnet, list(x), 3).blocks > 1
+        assert torch.equal(through(engine, subnet, x), torch.stack(list(engine.run(subnet, list(x), 3))))
+
+
+def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) if float(x.sum()) > -1e9 else x
+
+    supernet = one_width(Odd(), {"a": "out", "b": "in"})
+    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 4))
+    x = torch.randn(3, 4)
+    assert engine.start(0, list(x), 3).blocks == 1
+    assert torch.equal(through(engine, 0, x), engine(x, 0))
+
+
+def test_blocks_run_in_threads_beside_each_other(x: Tensor) -> None:
+    engine = digits_engine(4)
+    expected = {i: engine(x, i) for i in engine.ids}
+
+    def same(subnet: int) -> bool:
+        return all(torch.equal(through(engine, subnet, x), expected[subnet]) for _ in range(5))
+
+    assert all(in_threads(*(partial(same, subnet) for subnet in engine.ids)))
+
+
+@pytest.mark.parametrize("budget", [0.0, 256.0])
+def test_a_run_never_joins_two_checkpoints(x: Tensor, budget: float) -> None:
+    engine = digits_engine(1, memory_budget_mb=budget)
+    expected = engine(x, 0)
+    run = engine.start(0, list(x), 5)
+    run.step(7)
+    engine.supernet.load_state_dict({n: 2 * t for n, t in engine.supernet.state_dict().items()})
+    engine.start(0, list(x), 5).step(99)
+    run.step(99)
+    assert torch.equal(torch.stack(list(run.outputs())), expected)
+    assert torch.equal(through(engine, 0, x), engine(x, 0)), "the next run follows the new weights"
+    assert not torch.equal(engine(x, 0), expected)

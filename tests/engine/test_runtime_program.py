@@ -10,7 +10,7 @@ import torch
 from small_decoders import small_decoder
 from torch import Tensor
 
-import subnetact
+from subnetact import Engine, calibrate, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.engine import runtime_program
 from subnetact.errors import EngineError, MissingExtra
@@ -25,21 +25,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def digits_engine(backend: str, **options: Any) -> subnetact.Engine:
+def digits_engine(backend: str, **options: Any) -> Engine:
     supernet = load_digits_supernet()
     spec = supernet.space.smallest()
     images = torch.randn(32, 1, 16, 16, generator=torch.Generator().manual_seed(2))
-    subnetact.calibrate(supernet, [spec], [images], progress=False)
-    return subnetact.Engine(supernet, [spec], example=IMAGE[None], backend=backend, **options)
+    calibrate(supernet, [spec], [images], progress=False)
+    return Engine(supernet, [spec], example=IMAGE[None], backend=backend, **options)
 
 
-def of_view(engine: subnetact.Engine, x: Any) -> Any:
+def of_view(engine: Engine, x: Any) -> Any:
     view = engine.supernet.subnet(engine.specs[0])
     with torch.inference_mode():
         return view(**x) if isinstance(x, dict) else view(x)
 
 
-def as_the_view(engine: subnetact.Engine, x: Tensor) -> None:
+def as_the_view(engine: Engine, x: Tensor) -> None:
     torch.testing.assert_close(engine(x, 0), of_view(engine, x), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
@@ -73,26 +73,15 @@ def test_named_inputs_of_several_lengths_and_structured_outputs_are_kept(backend
 
     model.config.use_cache = False
     examples = [batch(4, 1), batch(12, 1)]
-    supernet = subnetact.insert_(model, example=examples, axes=("ffn", "depth"))
+    supernet = insert_(model, example=examples, axes=("ffn", "depth"))
     spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], example=examples, backend=backend, memory_budget_mb=64)
+    engine = Engine(supernet, [spec], example=examples, backend=backend, memory_budget_mb=64)
     assert not engine.stats().unfused
     for length, count in ((4, 1), (12, 2), (7, 3)):
         x = dict(reversed(batch(length, count).items()))
         answer, expected = engine(x, 0), of_view(engine, x)
         assert type(answer) is type(expected)
         torch.testing.assert_close(answer.logits, expected.logits, rtol=1e-3, atol=1e-4)
-
-
-def test_weights_that_change_are_followed(backend: str) -> None:
-    engine, x = digits_engine(backend, memory_budget_mb=64), IMAGE[None]
-    before = engine(x, 0)
-    with torch.no_grad():
-        for parameter in engine.supernet.parameters():
-            parameter.mul_(1.05)
-    as_the_view(engine, x)
-    assert not torch.allclose(engine(x, 0), before, rtol=1e-2)
-    assert engine.is_fused(0)
 
 
 def test_what_the_budget_has_no_room_for_runs_as_a_view_or_for_all_shapes_at_once(backend: str) -> None:
@@ -106,17 +95,23 @@ def test_what_the_budget_has_no_room_for_runs_as_a_view_or_for_all_shapes_at_onc
         assert engine.stats().fused_bytes <= limit
 
 
-def test_a_bundle_keeps_the_choice(backend: str, tmp_path: Path) -> None:
+def test_weights_that_change_are_followed_and_a_bundle_keeps_the_choice(backend: str, tmp_path: Path) -> None:
+    engine, x = digits_engine(backend, memory_budget_mb=64), IMAGE[None]
+    before = engine(x, 0)
+    with torch.no_grad():
+        for parameter in engine.supernet.parameters():
+            parameter.mul_(1.05)
+    as_the_view(engine, x)
+    assert not torch.allclose(engine(x, 0), before, rtol=1e-2)
+    assert engine.is_fused(0)
     digits_engine(backend, memory_budget_mb=0).save(tmp_path / "bundle")
-    loaded = subnetact.Engine.load(tmp_path / "bundle", memory_budget_mb=64)
+    loaded = Engine.load(tmp_path / "bundle", memory_budget_mb=64)
     assert loaded.mode_of(0) == backend
-    as_the_view(loaded, IMAGE[None])
-    assert subnetact.Engine.load(tmp_path / "bundle", backend="fused").mode_of(0) == "fused"
+    as_the_view(loaded, x)
+    assert Engine.load(tmp_path / "bundle", backend="fused").mode_of(0) == "fused"
 
 
-def test_runtimes_that_are_not_there_or_not_for_a_device_are_refused(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runtimes_that_cannot_be_used_are_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=f"backend: {backend} runs subnets on the CPU only"):
         runtime_program.require_runtime(backend, torch.device("cuda"))
     monkeypatch.setattr(runtime_program, "find_spec", lambda _: None)
@@ -128,7 +123,7 @@ def test_precisions_without_a_program_run_as_views(backend: str) -> None:
     supernet = load_digits_supernet()
     supernet.enable_precision("bfloat16")
     spec = supernet.space.at_precision(supernet.space.largest(), "bfloat16")
-    subnetact.calibrate(supernet, [spec], [IMAGE.expand(8, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(supernet, [spec], example=IMAGE[None], backend=backend, memory_budget_mb=64)
+    calibrate(supernet, [spec], [IMAGE.expand(8, 1, 16, 16)], progress=False)
+    engine = Engine(supernet, [spec], example=IMAGE[None], backend=backend, memory_budget_mb=64)
     assert engine.stats().unfused[0] == "a subnet at bfloat16 runs as a view"
     as_the_view(engine, IMAGE[None])

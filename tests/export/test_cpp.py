@@ -15,7 +15,7 @@ import pytest
 import torch
 from plain_engines import plain_engine
 
-import subnetact
+from subnetact import Engine, LatencyTable
 from subnetact.export import to_torchscript
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
@@ -33,21 +33,9 @@ pytestmark = [
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("cpp")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    for command in (
-        # Without optimisation the driver builds faster; the run time is spent in libtorch.
-        [
-            "cmake",
-            "-G",
-            "Ninja",
-            "-S",
-            str(SOURCE),
-            "-B",
-            str(build),
-            prefix,
-            "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
-        ],
-        ["cmake", "--build", str(build)],
-    ):
+    # Without optimisation the driver builds faster; the run time is spent in libtorch.
+    options = ["-G", "Ninja", prefix, "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    for command in (["cmake", "-S", SOURCE, "-B", build, *options], ["cmake", "--build", build]):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return build
@@ -65,7 +53,7 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, programs: Pat
     specs = supernet.space.sample(0, 5)
     ms = [[1.0 + i, 2.0 + 2 * i] for i in range(len(specs))]
     accuracy = [50.0 + i for i in range(len(specs))]
-    table = subnetact.LatencyTable([s.key for s in specs], accuracy, [1, 8], ms)
+    table = LatencyTable([s.key for s in specs], accuracy, [1, 8], ms)
     scripted: Any = to_torchscript(
         plain_engine(supernet, specs, inputs), tmp_path / "model.pt", table=table, slo_ms=36
     )
@@ -93,7 +81,7 @@ def test_cpp_meets_deadlines(digits: Any, programs: Path, tmp_path: Path) -> Non
     """Every request has one outcome, and its answer is that of a subnet which is accurate enough."""
     specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
     x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
-    engine = subnetact.Engine(digits, specs, example=x, accuracy=[60, 70, 80], allow_uncalibrated=True)
+    engine = Engine(digits, specs, example=x, accuracy=[60, 70, 80], allow_uncalibrated=True)
     to_torchscript(engine, tmp_path / "model.pt", slo_ms=50, batch_sizes=[1, 4], progress=False)
     with torch.no_grad():
         outputs = [digits.subnet(spec)(x) for spec in specs]
@@ -130,9 +118,7 @@ def test_cpp_meets_deadlines(digits: Any, programs: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_cpp_runs_a_pt2_and_refuses_bad_inputs(
-    compiled: tuple[subnetact.Engine, Path], programs: Path, tmp_path: Path
-) -> None:
+def test_cpp_runs_a_pt2(compiled: tuple[Engine, Path], programs: Path, tmp_path: Path) -> None:
     engine, path = compiled
     shutil.copy(path, tmp_path / "model.pt2")
     x = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(3))

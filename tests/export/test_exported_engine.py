@@ -11,28 +11,24 @@ from typing import Any
 import pytest
 import torch
 from digits_exports import digits_engine, wrong_in_threads
+from elastic_networks import one_width
 from torch import nn
 
 import subnetact
-from subnetact.errors import (
-    ExportError,
-    FileFormatError,
-    InvalidRequest,
-    ProfileMismatch,
-    SpecError,
-)
+from subnetact import Batcher, Engine, LatencyTable, SlackFit, SubnetSpec, profile_latency
+from subnetact.errors import ExportError, FileFormatError, InvalidRequest, ProfileMismatch, SpecError
 from subnetact.export import ExportedEngine, load_exported, to_onnx
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
-def engine() -> subnetact.Engine:
+def engine() -> Engine:
     return digits_engine(IMAGES, accuracy=[60.0, 70.0, 80.0])
 
 
 @pytest.fixture(scope="module")
-def folder(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to_onnx(engine, tmp_path_factory.mktemp("x") / "programs", progress=False)
 
 
@@ -63,7 +59,7 @@ def rewrite(folder: Path, **facts: Any) -> None:
     path.write_text(json.dumps({**document, "checksum": checksum(document)}))
 
 
-def test_programs_equal_the_supernet(engine: subnetact.Engine, exported: ExportedEngine) -> None:
+def test_programs_equal_the_supernet(engine: Engine, exported: ExportedEngine) -> None:
     assert exported.keys == engine.keys
     assert exported.accuracy == engine.accuracy
     assert exported.specs == engine.specs
@@ -75,15 +71,10 @@ def test_programs_equal_the_supernet(engine: subnetact.Engine, exported: Exporte
     assert not torch.equal(exported(IMAGES, subnet=0), exported(IMAGES, subnet=2))
 
 
-def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -> None:
-    table = subnetact.LatencyTable(
-        exported.keys,
-        [60.0, 70.0, 80.0],
-        [1, 4],
-        [[1, 2], [2, 3], [5, 9]],
-        stamp={"supernet": engine.fingerprint},
-    )
-    with subnetact.Batcher(exported, policy=subnetact.SlackFit(table, slo_ms=20_000)) as batcher:
+def test_a_batcher_runs_it(engine: Engine, exported: ExportedEngine) -> None:
+    rows, stamp = [[1, 2], [2, 3], [5, 9]], {"supernet": engine.fingerprint}
+    table = LatencyTable(exported.keys, [60.0, 70.0, 80.0], [1, 4], rows, stamp=stamp)
+    with Batcher(exported, policy=SlackFit(table, slo_ms=20_000)) as batcher:
         futures = [batcher.submit(x, deadline_ms=20_000) for x in IMAGES]
         with pytest.raises(InvalidRequest, match=r"shape \(1, 8, 8\)"):
             batcher.submit(torch.zeros(1, 8, 8), deadline_ms=20_000)
@@ -91,32 +82,31 @@ def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -
             answer = future.result(timeout=60)
             want = engine(x[None], subnet=answer.subnet)[0]
             torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=1e-4)
-
-
-def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
     assert not wrong_in_threads(exported, IMAGES)
 
 
-def test_onnx_files_run_in_its_place(engine: subnetact.Engine, tmp_path: Path) -> None:
-    loaded = load_exported(
-        to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[1:], progress=False), trusted=True
-    )
+def test_some_subnets_run_and_are_profiled_as_what_they_are(engine: Engine, tmp_path: Path) -> None:
+    folder = to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[1:], progress=False)
+    loaded = load_exported(folder, trusted=True)
     assert (loaded.keys, loaded.program) == (engine.keys[1:], "onnx")
     for i, spec in enumerate(loaded.specs):
         for x in (IMAGES[:1], IMAGES, IMAGES.transpose(2, 3)):
             want = engine.supernet(x, subnet=spec)
             torch.testing.assert_close(loaded(x, subnet=i), want, atol=5e-5, rtol=5e-5)
-    table = subnetact.profile_latency(loaded, [1, 3], accuracy=[60, 70], min_time_ms=5)
-    assert table.stamp["program"] == "onnx"
-    with subnetact.Batcher(loaded, table=table, slo_ms=5000) as batcher:
+    table = profile_latency(loaded, [1, 3], accuracy=[60, 70], min_time_ms=5)
+    assert (table.subnets, table.accuracy) == (loaded.keys, (60, 70))
+    assert (table.stamp["program"], table.stamp["supernet"]) == ("onnx", engine.fingerprint)
+    assert table.stamp["space"] == engine.supernet.space.id
+    with Batcher(loaded, table=table, slo_ms=5000) as batcher:
         answer = batcher.submit(IMAGES[0]).result(60)
     want = engine.supernet(IMAGES[:1], subnet=loaded.specs[answer.subnet])[0]
     torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=5e-5)
+    of_engine = profile_latency(engine, [1], accuracy=[60, 70, 80], min_time_ms=5)
+    with pytest.raises(ProfileMismatch, match=r"'engine', and 'onnx' runs.*profile_latency\(engine\)"):
+        Batcher(loaded, table=of_engine.select([1, 2]), slo_ms=5000)
 
 
-def test_wrong_arguments_are_refused(
-    engine: subnetact.Engine, exported: ExportedEngine, tmp_path: Path
-) -> None:
+def test_wrong_calls_are_refused(engine: Engine, exported: ExportedEngine, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"an export .* needs distinct subnets.* twice"):
         to_onnx(engine, tmp_path / "p", subnets=engine.specs[:1] * 2)
     for wrong in (True, 1.0):
@@ -153,24 +143,19 @@ def test_damaged_files_are_named(copy: Path, name: str) -> None:
 
 
 def test_foreign_exports_are_refused(copy: Path) -> None:
-    rewrite(copy, schema=2)
-    with pytest.raises(FileFormatError, match="schema 2, this version reads 1; update subnetact"):
-        load_exported(copy, trusted=True)
-    rewrite(copy, schema=1, kind="subnetact.triton")
-    with pytest.raises(FileFormatError, match=r"not an export; expected .* of kind .subnetact\.export"):
-        load_exported(copy, trusted=True)
-    rewrite(copy, kind="subnetact.export", device="cuda")
-    with pytest.raises((FileFormatError, subnetact.errors.DeviceError)):
-        load_exported(copy, trusted=True)
     document = json.loads((copy / "export.json").read_text())
     more = {name: [*document[name], document[name][0]] for name in ("subnets", "accuracy")}
-    more["subnets"][-1] = subnetact.SubnetSpec("digits", ()).to_json()
-    rewrite(copy, device="cpu", **more)
-    with pytest.raises(FileFormatError, match="damaged"):
-        load_exported(copy, trusted=True)
-    rewrite(copy, subnets=[{}])
-    with pytest.raises(FileFormatError, match="a field is missing"):
-        load_exported(copy, trusted=True)
+    more["subnets"][-1] = SubnetSpec("digits", ()).to_json()
+    for facts, words in (
+        ({"schema": 2}, "schema 2, this version reads 1; update subnetact"),
+        ({"kind": "subnetact.triton"}, r"not an export; expected .* of kind .subnetact\.export"),
+        ({"device": "cuda"}, "cuda"),
+        (more, "damaged"),
+        ({"subnets": [{}]}, "a field is missing"),
+    ):
+        rewrite(copy, **{**document, **facts})
+        with pytest.raises((FileFormatError, subnetact.errors.DeviceError), match=words):
+            load_exported(copy, trusted=True)
     path = copy / "export.json"
     document = {**json.loads(path.read_text()), "files": None}
     document.pop("checksum")
@@ -193,24 +178,8 @@ class Fussy(nn.Module):
 
 def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Fussy())).eval()
-    space = subnetact.SubnetSpace(
-        "fussy", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
-    )
-    supernet = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 4))
-    good = tmp_path / "p"
+    supernet = one_width(network, {"0": "out"}, (2, 4))
+    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 4))
     with pytest.raises(ExportError, match=r"module 1\.1 \(Fussy\)"):
-        to_onnx(engine, good, progress=False)
+        to_onnx(engine, tmp_path / "p", progress=False)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_profile_measures_what_was_exported(engine: subnetact.Engine, exported: ExportedEngine) -> None:
-    table = subnetact.profile_latency(exported, [1, 3], accuracy=[60, 70, 80], min_time_ms=5)
-    assert (table.subnets, table.accuracy) == (exported.keys, (60, 70, 80))
-    assert (table.stamp["program"], table.stamp["supernet"]) == ("onnx", engine.fingerprint)
-    assert table.stamp["space"] == engine.supernet.space.id
-    with subnetact.Batcher(exported, table=table, slo_ms=5000) as batcher:
-        assert batcher.submit(IMAGES[0]).result(60).subnet in exported.ids
-    of_engine = subnetact.profile_latency(engine, [1], accuracy=[60, 70, 80], min_time_ms=5)
-    with pytest.raises(ProfileMismatch, match=r"'engine', and 'onnx' runs.*profile_latency\(engine\)"):
-        subnetact.Batcher(exported, table=of_engine, slo_ms=5000)

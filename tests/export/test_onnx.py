@@ -1,22 +1,22 @@
-"""ONNX files of subnets give onnxruntime the supernet's outputs."""
+"""ONNX files and ExecuTorch programs compute what the supernet does, of one checkpoint."""
 
 from __future__ import annotations
 
 import json
 import sys
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import Tensor, nn
 
-import subnetact
-from subnetact import Axis, SubnetSpace
-from subnetact.errors import FileFormatError, MissingExtra
-from subnetact.export import load_exported, to_onnx
+from subnetact import Axis, Engine, SubnetSpace, calibrate, insert_
+from subnetact.errors import FileFormatError, MissingExtra, StaleWeights
+from subnetact.export import load_exported, onnx, to_executorch, to_onnx, to_torchscript, torchscript
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -25,13 +25,13 @@ IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def engine(digits: Supernet) -> subnetact.Engine:
+def engine(digits: Supernet) -> Engine:
     specs = [digits.space.smallest(), digits.space.spec(depth=1, expand=0.5, width=0.5)]
-    subnetact.calibrate(digits, specs, [IMAGES], progress=False)
-    return subnetact.Engine(digits, specs, example=IMAGES[:1], accuracy=[None, 61.5])
+    calibrate(digits, specs, [IMAGES], progress=False)
+    return Engine(digits, specs, example=IMAGES[:1], accuracy=[None, 61.5])
 
 
-def test_files_equal_the_supernet_at_any_batch_size(engine: subnetact.Engine, tmp_path: Path) -> None:
+def test_files_equal_the_supernet_at_any_batch_size(engine: Engine, tmp_path: Path) -> None:
     folder = to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[1:2], progress=False)
     assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.specs[1].to_json()]
     session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
@@ -53,45 +53,7 @@ def test_files_equal_the_supernet_at_any_batch_size(engine: subnetact.Engine, tm
         torch.testing.assert_close(torch.from_numpy(output), want, atol=1e-4, rtol=1e-3)
 
 
-def test_lengths_between_those_of_the_examples_run_and_have_a_name(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=60,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        return_dict=False,
-    )
-    bert = transformers.BertForSequenceClassification(config).eval()
-    original = deepcopy(bert)
-
-    def tokens(size: int, length: int) -> dict[str, Tensor]:
-        mask = torch.ones(size, length, dtype=torch.long)
-        mask[0, length - 2 :] = 0
-        return {"input_ids": torch.randint(1, 60, (size, length)), "attention_mask": mask}
-
-    supernet = subnetact.insert_(bert, example=[tokens(2, 12), tokens(1, 12)])
-    engine = subnetact.Engine(supernet, [supernet.space.largest()], example=[tokens(1, 5), tokens(1, 32)])
-    folder = to_onnx(engine, tmp_path / "onnx", progress=False)
-    session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
-    assert {given.name: given.shape for given in session.get_inputs()} == {
-        "input_ids": ["batch", "axis_a"],
-        "attention_mask": ["batch", "axis_a"],
-    }
-    for size, length in ((1, 7), (4, 24), (3, 16)):
-        x = tokens(size, length)
-        (output,) = session.run(None, {name: part.numpy() for name, part in x.items()})
-        with torch.no_grad():
-            (want,) = original(**x)
-        torch.testing.assert_close(torch.from_numpy(output), want, atol=5e-5, rtol=5e-5)
-
-
-def test_what_is_missing_is_said(
-    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_is_said(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FileFormatError, match="holds something else"):
         to_onnx(engine, tmp_path)
@@ -132,13 +94,9 @@ class Returning(nn.Module):
         (lambda x: {"input": x}, ["output_0"]),
     ],
 )
-def test_outputs_without_a_name_of_their_own_are_numbered(
-    output_of: Any, names: list[str], tmp_path: Path
-) -> None:
-    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [2, 4])], lambda v: {"w": v["w"][0]})
-    network = Returning(output_of).eval()
-    supernet = subnetact.insert_(network, space, {"wide": subnetact.WeightSlice.on(out="w")})
-    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(1, 3))
+def test_outputs_without_a_name_are_numbered(output_of: Any, names: list[str], tmp_path: Path) -> None:
+    supernet = one_width(Returning(output_of), {"wide": "out"}, (2, 4))
+    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 3))
     folder = to_onnx(engine, tmp_path / "onnx", progress=False)
     session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == names
@@ -146,9 +104,9 @@ def test_outputs_without_a_name_of_their_own_are_numbered(
 
 def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> None:
     space = SubnetSpace("own", [Axis.uniform("k", ["all"], [3, 5])], lambda v: {"k": v["k"][0]})
-    supernet = subnetact.insert_(TwoHeads().eval(), space, {"depth": ElasticKernel.on(kernel="k")})
+    supernet = insert_(TwoHeads().eval(), space, {"depth": ElasticKernel.on(kernel="k")})
     x = torch.randn(3, 4, 6, 6)
-    engine = subnetact.Engine(supernet, [space.smallest()], example=x[:1])
+    engine = Engine(supernet, [space.smallest()], example=x[:1])
     old = engine.fingerprint
     engine(x, subnet=0)
     with torch.no_grad():
@@ -164,3 +122,108 @@ def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> No
     loaded = load_exported(folder, trusted=True)
     assert loaded.fingerprint == supernet.fingerprint()
     assert torch.allclose(loaded(x, subnet=0)["map"], want["map"], atol=1e-4, rtol=1e-3)
+
+
+X = torch.randn(3, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def as_onnx(engine: Engine, path: Path) -> Callable[[int], Tensor]:
+    before = engine.fingerprint
+    exported = load_exported(to_onnx(engine, path, progress=False), progress=False, trusted=True)
+    assert exported.fingerprint == before
+    return lambda i: exported(X, subnet=i)
+
+
+def as_script(engine: Engine, path: Path) -> Callable[[int], Tensor]:
+    scripted: Any = to_torchscript(engine, path, progress=False)
+    return lambda i: scripted(X, torch.tensor([i]))
+
+
+WAYS = {"onnx": (onnx, "onnx_graph", as_onnx), "script": (torchscript, "record_network", as_script)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_checkpoint(digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    module, name, export = WAYS[way]
+    specs = [digits.space.smallest(), digits.space.spec(depth=1, expand=0.25, width=0.5)]
+    calibrate(digits, specs, [X], progress=False)
+    engine = Engine(digits, specs, example=X[:1])
+    expected = [digits.extract(spec)(X) for spec in specs]
+    traced = getattr(module, name)
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        found = traced(*args, **kwargs)
+        state = {n: t * 1.5 if t.dim() > 1 else t for n, t in digits.state_dict().items()}
+        digits.load_state_dict(state, norms=digits.norms)
+        return found
+
+    monkeypatch.setattr(module, name, loading)
+    run = export(engine, tmp_path / "export")
+    for i, right in enumerate(expected):
+        assert not torch.allclose(digits(X, subnet=specs[i]), right, rtol=1e-2)
+        torch.testing.assert_close(run(i), right, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_changing_weights_are_not_exported(
+    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(digits, [digits.space.smallest()], example=X[:1], allow_uncalibrated=True)
+    copied = Supernet.__getstate__
+
+    def training(supernet: Supernet) -> Any:
+        with torch.no_grad():
+            digits.network.stem.weight.mul_(2)
+        return copied(supernet)
+
+    monkeypatch.setattr(Supernet, "__getstate__", training)
+    for export in (as_onnx, as_script):
+        with pytest.raises(StaleWeights, match="between two steps of the training"):
+            export(engine, tmp_path / export.__name__)
+        assert not list(tmp_path.iterdir())
+
+
+PAIR = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Pair(nn.Module):
+    """Takes two inputs, and returns two outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the logits, and the sum that they are made of."""
+        both = torch.relu(self.first(a + b))
+        return {"logits": self.second(both), "sum": a + b}
+
+
+def test_every_subnet_is_a_method(engine: Engine, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("executorch.runtime").Runtime.get()
+    path = to_executorch(engine, tmp_path / "digits.pte", batch_size=2, progress=False)
+    program = runtime.load_program(path)
+    assert program.method_names == {"subnet_0", "subnet_1"}
+    for i, spec in enumerate(engine.specs):
+        (output,) = program.load_method(f"subnet_{i}").execute([PAIR])
+        torch.testing.assert_close(output, engine.supernet(PAIR, subnet=spec), atol=5e-5, rtol=1e-4)
+
+
+def test_several_inputs_and_outputs(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("executorch.runtime").Runtime.get()
+    torch.manual_seed(0)
+    x = {"a": torch.randn(1, 8), "b": torch.randn(1, 8)}
+    supernet = insert_(Pair().eval(), example=x)
+    engine = Engine(supernet, [supernet.space.smallest()], example=x)
+    program = runtime.load_program(to_executorch(engine, tmp_path / "pair.pte", progress=False))
+    outputs = program.load_method("subnet_0").execute([x["a"], x["b"]])
+    for output, wanted in zip(outputs, engine(x, 0).values(), strict=True):
+        torch.testing.assert_close(output, wanted, atol=5e-5, rtol=1e-4)
+
+
+def test_a_missing_package_is_named(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("executorch", "executorch.exir"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match="pip install executorch"):
+        to_executorch(engine, tmp_path / "digits.pte")

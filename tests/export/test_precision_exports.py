@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import nn
 
-import subnetact
-from subnetact import Axis, SubnetSpace, WeightSlice
+from subnetact import Engine
 from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import ExportError, PrecisionError
 from subnetact.export import load_exported, to_onnx, to_torchscript
@@ -25,28 +25,18 @@ runs_int8 = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def engine() -> subnetact.Engine:
+def engine() -> Engine:
     convs = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)
     network = nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    axis = Axis.uniform("width", ["all"], [4, 8])
-    space = SubnetSpace("convolutions", [axis], lambda values: {"width": values["width"][0]})
-    elastic = {
-        "0": WeightSlice.on(out="width"),
-        "2": WeightSlice.on(in_="width", out="width"),
-        "4": WeightSlice.on(in_="width", out="width"),
-        "7": WeightSlice.on(in_="width"),
-    }
-    supernet = subnetact.insert_(network.eval(), space, elastic)
+    supernet = one_width(network, {"0": "out", "2": "both", "4": "both", "7": "in"})
     space = supernet.enable_precision("int8")
-    small = space.spec(width=4, precision="int8")
+    small = space.spec(w=4, precision="int8")
     specs = [small, space.at_precision(small, "float32")]
-    return subnetact.Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16))
+    return Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16))
 
 
 @runs_int8
-def test_loaded_files_of_int8_subnets_equal_the_views(
-    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loaded_int8_files(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to_onnx(engine, tmp_path / "programs", progress=False)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(kernels, "machine_facts", MachineFacts)
@@ -62,7 +52,7 @@ def test_loaded_files_of_int8_subnets_equal_the_views(
 
 
 @runs_int8
-def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tmp_path: Path) -> None:
+def test_onnx_files_of_int8_subnets_equal_the_views(engine: Engine, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     to_onnx(engine, tmp_path / "onnx", subnets=engine.specs[:1], progress=False)
     import onnx
@@ -77,7 +67,7 @@ def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tm
     assert (got - expected).norm() < 0.02 * expected.norm(), "halves may round the other way"
 
 
-def test_torchscript_has_float32_subnets_only(engine: subnetact.Engine, tmp_path: Path) -> None:
+def test_torchscript_has_float32_subnets_only(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"precision=int8.*to_onnx or to_pt2"):
         to_torchscript(engine, tmp_path / "model.pt", progress=False)
     exact = engine.specs[1]

@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from small_families import small_constructor, small_inputs
 from torch import Tensor, nn
 
 from ofa_adapters import load
-from subnetact import Axis, Engine, SubnetSpace, WeightSlice, insert_
+from subnetact import Engine
 from subnetact.errors import ExportError, InvalidRequest
-from subnetact.export import (
-    ExportedEngine,
-    load_exported,
-    to_onnx,
-    to_pt2,
-    to_torchscript,
-    to_triton,
-)
+from subnetact.export import ExportedEngine, load_exported, to_onnx, to_pt2, to_torchscript, to_triton
 
 
 def batch(n: int) -> dict[str, Tensor]:
@@ -58,11 +52,9 @@ class Masked(nn.Module):
 
 @pytest.fixture(scope="module")
 def paired() -> Engine:
-    space = SubnetSpace("masked", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"w": v["w"][0]})
-    elastic = {"inner": WeightSlice.on(out="w"), "last": WeightSlice.on(in_="w")}
-    supernet = insert_(Masked().eval(), space, elastic)
+    supernet = one_width(Masked(), {"inner": "out", "last": "in"})
     ids, mask = (part[:1] for part in small_inputs("dynabert").values())
-    return Engine(supernet, [space.smallest()], example=(ids, mask))
+    return Engine(supernet, [supernet.space.smallest()], example=(ids, mask))
 
 
 def test_loaded_files_take_named_inputs(engine: Engine, exported: ExportedEngine) -> None:
@@ -78,23 +70,11 @@ def test_loaded_files_take_named_inputs(engine: Engine, exported: ExportedEngine
     torch.testing.assert_close(torch.stack(list(outputs)), engine(batch(3), 0), rtol=5e-5, atol=5e-5)
 
 
-def test_loaded_files_take_positional_inputs(paired: Engine, tmp_path: Path) -> None:
-    to_onnx(paired, tmp_path / "programs", progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
-    x = tuple(batch(3).values())
-    torch.testing.assert_close(exported(x, 0), paired(x, 0), rtol=5e-5, atol=5e-5)
-
-
 def test_wrong_batches_are_refused(exported: ExportedEngine) -> None:
     x = batch(3)
-    wrong: list[Any] = [
-        x["input_ids"],
-        {"input_ids": x["input_ids"]},
-        {**x, "attention_mask": x["attention_mask"][:2]},
-        {**x, "attention_mask": x["attention_mask"].float()},
-        (),
-    ]
-    for given in wrong:
+    ids, mask = x["input_ids"], x["attention_mask"]
+    wrong: list[Any] = [ids, {"input_ids": ids}, {**x, "attention_mask": mask[:2]}, ()]
+    for given in (*wrong, {**x, "attention_mask": mask.float()}):
         with pytest.raises(InvalidRequest, match="input"):
             exported(given, 0)
 
@@ -104,6 +84,9 @@ def test_onnx_names_its_inputs(engine: Engine, paired: Engine, tmp_path: Path) -
     to_onnx(engine, tmp_path / "named", subnets=engine.specs[:1], progress=False)
     to_onnx(paired, tmp_path / "paired", progress=False)
     x = batch(3)
+    exported = load_exported(tmp_path / "paired", progress=False, trusted=True)
+    pair = tuple(x.values())
+    torch.testing.assert_close(exported(pair, 0), paired(pair, 0), rtol=5e-5, atol=5e-5)
     for folder, names in (("named", list(x)), ("paired", ["input_0", "input_1"])):
         expected = engine(x, 0) if folder == "named" else paired(tuple(x.values()), 0)
         session = onnxruntime.InferenceSession(str(tmp_path / folder / "subnet-0.onnx"))
@@ -113,16 +96,12 @@ def test_onnx_names_its_inputs(engine: Engine, paired: Engine, tmp_path: Path) -
         torch.testing.assert_close(torch.from_numpy(output), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_torchscript_takes_the_engine_as_it_is(engine: Engine, tmp_path: Path) -> None:
+def test_torchscript_takes_the_engine_and_triton_says_where_to_go(engine: Engine, tmp_path: Path) -> None:
     to_torchscript(engine, tmp_path / "model.pt", progress=False)
-    module = torch.jit.load(str(tmp_path / "model.pt"))
-    x = batch(3)
+    module, x = torch.jit.load(str(tmp_path / "model.pt")), batch(3)
     for subnet in engine.ids:
         found = module(*x.values(), torch.tensor([subnet]))
         torch.testing.assert_close(found, engine(x, subnet), rtol=5e-5, atol=5e-5)
-
-
-def test_triton_says_where_to_go(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"one input and one output tensor.*serve the engine"):
         to_triton(engine, tmp_path, name="bert")
 

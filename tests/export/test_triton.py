@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import nn
 
-import subnetact
+from subnetact import Engine, LatencyTable, calibrate, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import (
     ExportError,
@@ -35,20 +36,20 @@ SLO_MS = 20_000.0
 
 
 @pytest.fixture(scope="module")
-def engine() -> subnetact.Engine:
+def engine() -> Engine:
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
-    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[:1], memory_budget_mb=0)
+    calibrate(supernet, specs, [IMAGES], progress=False)
+    return Engine(supernet, specs, example=IMAGES[:1], memory_budget_mb=0)
 
 
 @pytest.fixture(scope="module")
-def table(engine: subnetact.Engine) -> subnetact.LatencyTable:
+def table(engine: Engine) -> LatencyTable:
     """A made-up table, in which only the smallest subnet meets a tight deadline."""
-    return subnetact.LatencyTable(engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [6_000.0, 6_500.0]])
+    return LatencyTable(engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [6_000.0, 6_500.0]])
 
 
-def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
+def test_python_flavour(engine: Engine, table: LatencyTable, tmp_path: Path) -> None:
     folder = to_triton(engine, tmp_path, "python", name="digits", table=table, slo_ms=40)
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files >= {
@@ -84,45 +85,27 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
     ]
 
 
-def test_the_manifest_names_the_served_subnets(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
-) -> None:
-    some = subnetact.Engine(engine.supernet, engine.specs, example=IMAGES[:1])
+def test_served_subnets_are_named_and_warmed_up(engine: Engine, tmp_path: Path) -> None:
+    some = Engine(engine.supernet, engine.specs, example=IMAGES[:1])
     some.remove(0)
     folder = to_triton(some, tmp_path)
     assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.specs[1].to_json()]
     scripted = torch.jit.load(folder / "1" / "model.pt")
     want = engine(IMAGES, subnet=1)
     assert torch.allclose(scripted(IMAGES, torch.zeros(6, 1, dtype=torch.bool)), want, atol=1e-4)
-
-
-def test_every_subnet_is_warmed_up(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
-) -> None:
-    folder = to_triton(engine, tmp_path, max_batch_size=4)
-    lines = (folder / "config.pbtxt").read_text().splitlines()
-    seen = set()
-    for line in filter(lambda line: line.startswith("model_warmup"), lines):
-        assert re.fullmatch(
-            r'model_warmup \[ \{ name: "[^"]+" batch_size: \d+ count: 3( inputs \{[^}]+\} \})+ \} \]', line
-        )
-        count = int(re.findall(r"batch_size: (\d+)", line)[0])
-        given = re.findall(
-            r'key: "(\w+)" value: \{ data_type: (\w+) dims: (\[[^]]+\]) zero_data: true \}', line
-        )
+    folder, seen = to_triton(engine, tmp_path / "all", max_batch_size=4), set()
+    tensor = r'key: "(\w+)" value: \{ data_type: (\w+) dims: (\[[^]]+\]) zero_data: true \}'
+    warm_up = r'model_warmup \[ \{ name: "[^"]+" batch_size: (\d+) count: 3((?: inputs \{[^}]+\} \})+) \} \]'
+    for size, inputs in re.findall(rf"^{warm_up}$", (folder / "config.pbtxt").read_text(), re.MULTILINE):
+        given, count = re.findall(tensor, inputs), int(size)
         x, code = (torch.zeros(count, *json.loads(dims)) for _, _, dims in given)
-        assert [(name, kind) for name, kind, _ in given] == [
-            ("INPUT__0", "TYPE_FP32"),
-            ("INPUT__1", "TYPE_BOOL"),
-        ]
+        assert [one[:2] for one in given] == [("INPUT__0", "TYPE_FP32"), ("INPUT__1", "TYPE_BOOL")]
         assert torch.jit.load(folder / "1" / "model.pt")(x, code.bool()).shape == (count, 10)
         seen.add((count, code.shape[1] - 1))
     assert seen == {(count, subnet) for count in (1, 4) for subnet in engine.ids}
 
 
-def test_other_models_are_left_alone(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
-) -> None:
+def test_others_are_left_alone(engine: Engine, table: LatencyTable, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.pbtxt").touch()
     with pytest.raises(FileFormatError, match="theirs: holds something else"):
@@ -135,7 +118,7 @@ def test_other_models_are_left_alone(
     assert (tmp_path / "ours_batcher" / "1" / "bundle" / "elastic.json").exists()
 
 
-def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
+def test_wrong_arguments(engine: Engine, table: LatencyTable, tmp_path: Path) -> None:
     for arguments, message in (
         ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
         ({"flavour": "python"}, "give table=profile_latency"),
@@ -160,7 +143,7 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
     ):
         with pytest.raises(PolicyError, match=message):
             to_triton(engine, tmp_path, "python", table=table, **values)
-    other = subnetact.LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
+    other = LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
     with pytest.raises(ProfileMismatch):
         to_triton(engine, tmp_path, "python", table=other, slo_ms=SLO_MS)
     assert not list(tmp_path.iterdir())
@@ -177,12 +160,10 @@ class Own(nn.Module):
         return self.head(self.inner(x).relu())
 
 
-def test_own_networks_are_rebuilt_by_the_function_that_is_named(
-    tmp_path: Path, started: Callable[..., Any]
-) -> None:
-    own = subnetact.insert_(Own(8).eval(), example=torch.zeros(2, 3))
-    engine = subnetact.Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
-    table = subnetact.LatencyTable(engine.keys, [1.0], [1], [[1.0]])
+def test_own_networks_are_rebuilt_by_a_named_function(tmp_path: Path, started: Callable[..., Any]) -> None:
+    own = insert_(Own(8).eval(), example=torch.zeros(2, 3))
+    engine = Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
+    table = LatencyTable(engine.keys, [1.0], [1], [[1.0]])
     arguments: dict[str, Any] = {"table": table, "slo_ms": SLO_MS}
     with pytest.raises(ExportError, match=r"an own network has none; give model='PKG\.MOD:FACTORY'"):
         to_triton(engine, tmp_path, "python", **arguments)
@@ -201,26 +182,12 @@ def test_own_networks_are_rebuilt_by_the_function_that_is_named(
     torch.testing.assert_close(torch.from_numpy(request.answer()["OUTPUT__0"]), want.detach())
 
 
-class Features(nn.Module):
-    """Returns the output of its elastic layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wide(x)
-
-
 def test_sizes_that_differ_among_examples_are_free(tmp_path: Path) -> None:
-    space = subnetact.SubnetSpace(
-        "long", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
-    )
-    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    elastic = {"0": subnetact.WeightSlice.on(out="width"), "2": subnetact.WeightSlice.on(in_="width")}
-    supernet = subnetact.insert_(network, space, elastic)
+    layers = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    supernet = one_width(layers, {"0": "out", "2": "in"}, (2, 4))
+    space = supernet.space
     examples = [torch.zeros(1, 5, 3), torch.zeros(1, 9, 3)]
-    engine = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=examples)
+    engine = Engine(supernet, [space.smallest(), space.largest()], example=examples)
     folder = to_triton(engine, tmp_path)
     assert (folder / "config.pbtxt").read_text().count("dims: [-1, ") == 2
     scripted, x = torch.jit.load(folder / "1" / "model.pt"), torch.randn(2, 7, 3)
@@ -228,14 +195,11 @@ def test_sizes_that_differ_among_examples_are_free(tmp_path: Path) -> None:
 
 
 def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
+    engine: Engine, table: LatencyTable, tmp_path: Path
 ) -> None:
-    space = subnetact.SubnetSpace(
-        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
-    )
-    elastic = {"wide": subnetact.WeightSlice.on(out="width")}
-    supernet = subnetact.insert_(Features().eval(), space, elastic)
-    own = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(1, 3))
+    supernet = one_width(nn.Sequential(nn.Linear(3, 4)), {"0": "out"}, (2, 4))
+    space = supernet.space
+    own = Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(1, 3))
     folder = to_triton(own, tmp_path)
     assert "OUTPUT__0" in (config := (folder / "config.pbtxt").read_text())
     assert "data_type: TYPE_FP32 dims: [-1] } ]" in config
@@ -252,10 +216,10 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
             scripted(x, code.bool())
 
     changed = load_digits_supernet()
-    subnetact.calibrate(changed, engine.specs, [IMAGES], progress=False)
-    trained = subnetact.Engine(changed, engine.specs, example=IMAGES[:1])
+    calibrate(changed, engine.specs, [IMAGES], progress=False)
+    trained = Engine(changed, engine.specs, example=IMAGES[:1])
     stamp = {"supernet": trained.fingerprint}
-    measured = subnetact.LatencyTable(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
+    measured = LatencyTable(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
     weight = next(changed.parameters())
     with torch.no_grad():
         weight.mul_(2)
@@ -371,9 +335,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def model(
-    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, started: Callable[..., Any]
-) -> Any:
+def model(engine: Engine, table: LatencyTable, tmp_path: Path, started: Callable[..., Any]) -> Any:
     to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
     # The latencies of the table are made up, and a policy that counts arrivals would save time for more.
     return started(tmp_path / "subnetact_batcher", policy="slackfit", learn=False)
@@ -404,10 +366,23 @@ def test_what_a_client_cancelled_is_withdrawn_and_metrics_are_the_batchers(model
     assert seen["subnetact_subnet_accuracy_ratio", "0"] == pytest.approx(0.6)
 
 
-def test_answers_are_their_requests_own(model: Any, engine: subnetact.Engine) -> None:
-    requests = [Sent(IMAGES[i : i + rows].numpy()) for i, rows in ((0, 1), (1, 3), (4, 1), (5, 1))]
-    assert model.execute(requests) is None
-    for start, request in zip((0, 1, 4, 5), requests, strict=True):
+def test_answers_are_their_own_and_bad_requests_harm_no_other(model: Any, engine: Engine) -> None:
+    x, starts = IMAGES[:1].numpy(), ((0, 1), (1, 3), (4, 1), (5, 1))
+    good = [Sent(IMAGES[i : i + rows].numpy()) for i, rows in starts]
+    bad = [
+        (Sent(x, deadline_ms="soon"), "deadline_ms"),
+        (Sent(x, min_accuracy=99.0), "min_accuracy"),
+        (Sent(x, min_acuracy=50.0), "'min_acuracy' is not known; choose from deadline_ms, min_accuracy, imp"),
+        (Sent(x, importance="high"), "importance: 'high' is not an int"),
+        (Sent(x.astype(np.float64)), "torch.float64"),
+        (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
+        (Sent(x[:0]), "at least one sample"),
+    ]
+    assert model.execute([*good[:2], *(request for request, _ in bad), *good[2:]]) is None
+    for request, message in bad:
+        assert request.error().code == "INVALID_ARG"
+        assert message in request.error().message
+    for (start, _), request in zip(starts, good, strict=True):
         answer = request.answer()
         assert answer["SUBNET"].shape == answer["MET"].shape == (len(request.x), 1)
         for row, subnet in enumerate(answer["SUBNET"][:, 0]):
@@ -434,35 +409,15 @@ def test_deadline_and_floor_choose_the_subnet(model: Any) -> None:
     assert floor.answer()["SUBNET"].item() == 1
 
 
-def test_a_bad_request_harms_no_other(model: Any) -> None:
-    x = IMAGES[:1].numpy()
-    bad = [
-        (Sent(x, deadline_ms="soon"), "deadline_ms"),
-        (Sent(x, min_accuracy=99.0), "min_accuracy"),
-        (Sent(x, min_acuracy=50.0), "'min_acuracy' is not known; choose from deadline_ms, min_accuracy, imp"),
-        (Sent(x, importance="high"), "importance: 'high' is not an int"),
-        (Sent(x.astype(np.float64)), "torch.float64"),
-        (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
-        (Sent(x[:0]), "at least one sample"),
-    ]
-    good = [Sent(x) for _ in range(2)]
-    model.execute([good[0], *(request for request, _ in bad), good[1]])
-    for request, message in bad:
-        assert request.error().code == "INVALID_ARG"
-        assert message in request.error().message
-    assert all(len(request.answer()["OUTPUT__0"]) == 1 for request in good)
-
-
 def test_a_refused_row_takes_its_request_with_it(model: Any) -> None:
-    rows: list[Future[Any]] = []
+    rows, real = [Future[Any](), Future[Any]()], model.batcher
+    submitted = iter(rows)
 
     def submit(*_: Any, **__: Any) -> Future[Any]:
-        if len(rows) == 2:
-            raise QueueFull("the queue is at its bound")
-        rows.append(Future())
-        return rows[-1]
+        for row in submitted:
+            return row
+        raise QueueFull("the queue is at its bound")
 
-    real = model.batcher
     model.batcher = SimpleNamespace(submit=submit, stats=real.stats, accuracy=real.accuracy)
     request = Sent(IMAGES[:3].numpy())
     model.execute([request])

@@ -7,7 +7,6 @@ it is, so that what is seen here is Triton's own parsing, scheduling and dynamic
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -26,9 +25,8 @@ import numpy as np
 import pytest
 import torch
 from digits_exports import digits_engine
-from torch import nn
 
-import subnetact
+from subnetact import Engine, LatencyTable
 from subnetact.export import to_triton
 
 ENVIRONMENT = os.environ.get("SUBNETACT_TRITON_ENV", "")
@@ -45,20 +43,8 @@ Answer = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(scope="module")
-def engine() -> subnetact.Engine:
+def engine() -> Engine:
     return digits_engine(IMAGES)
-
-
-class Own(nn.Module):
-    """A network of the user's own, which takes its time."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, width), nn.Linear(width, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.5)
-        return self.head(self.inner(x).relu())
 
 
 def free_port() -> int:
@@ -83,31 +69,17 @@ class Server:
         shutil.copy(HERE / "libtorch_backend.py", backends / "pytorch" / "model.py")
         self.folder, self.log = folder, folder / "server.log"
         self.ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+        binary = bundled / "bin" / "tritonserver"
+        options = [f"--model-repository={repository}", f"--backend-directory={backends}"]
+        for name, port in self.ports.items():
+            options += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
+        options += ["--model-control-mode=explicit", "--disable-auto-complete-config"]
+        options += [f"--load-model={name}" for name in ("coded", "deadlines", "example")]
+        path = f"{self.python.parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [
-                    bundled / "bin" / "tritonserver",
-                    f"--model-repository={repository}",
-                    f"--backend-directory={backends}",
-                    "--http-address=127.0.0.1",
-                    "--grpc-address=127.0.0.1",
-                    f"--http-port={self.ports['http']}",
-                    f"--grpc-port={self.ports['grpc']}",
-                    "--metrics-address=127.0.0.1",
-                    f"--metrics-port={self.ports['metrics']}",
-                    "--model-control-mode=explicit",
-                    "--disable-auto-complete-config",
-                    *(f"--load-model={name}" for name in ("coded", "deadlines", "example", "own")),
-                ],
-                stdout=log,
-                stderr=log,
-                cwd=folder,
-                env={
-                    **os.environ,
-                    "PATH": f"{self.python.parent}:{os.environ['PATH']}",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1",
-                },
+                [binary, *options], stdout=log, stderr=log, cwd=folder, env=environment
             )
 
     def get(self, path: str, post: bool = False) -> Any:
@@ -159,9 +131,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("repository")
-    table = subnetact.LatencyTable(
+    table = LatencyTable(
         engine.keys, [60.0, 70.0, 80.0], [1, 4], [[50.0, 51.0], [60.0, 61.0], [9_000.0, 9_500.0]]
     )
     to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)
@@ -175,21 +147,10 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     example = [sys.executable, "examples/triton_repository.py", *options]
     root = HERE.parent.parent
     subprocess.run(example, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=120)
-    own = subnetact.insert_(Own(8).eval(), example=torch.zeros(2, 3))
-    small = subnetact.Engine(own, [own.space.largest()], example=torch.zeros(1, 3))
-    times = subnetact.LatencyTable(small.keys, [50.0], [1, 4], [[1.0, 2.0]])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "own_network", sys.modules[__name__])
-        to_triton(
-            small, repository, "python", name="own", table=times, slo_ms=20_000, model="own_network:Own"
-        )
     # Triton's Python ignores PYTHONPATH, and finds what lies beside model.py.
     for version in repository.glob("*_batcher/1"):
         for package in ("subnetact", "ofa_adapters"):
             (version / package).symlink_to(root / package)
-    (repository / "own_batcher" / "1" / "own_network.py").write_text(
-        "import time\n\nimport torch\nfrom torch import nn\n\n\n" + inspect.getsource(Own)
-    )
     config = repository / "deadlines_batcher" / "config.pbtxt"
     text = config.read_text()
     assert '"learn": true' in text
@@ -237,7 +198,7 @@ def test_the_server_accepts_the_configs_and_would_refuse_others(server: Server) 
     assert "'broken': model input 'INPUT__1' dimension must be integer" in server.log.read_text()
 
 
-def test_the_examples_repository_is_served(server: Server, engine: subnetact.Engine) -> None:
+def test_the_examples_repository_is_served(server: Server, engine: Engine) -> None:
     asked = {**deadlines(IMAGES[:3], deadline_ms=20_000, min_accuracy=79), "model": "example"}
     [answer] = server.ask([asked], "http")
     assert answer["SUBNET"].ravel().tolist() == [2, 2, 2]
@@ -246,7 +207,7 @@ def test_the_examples_repository_is_served(server: Server, engine: subnetact.Eng
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_concurrent_clients_with_mixed_subnets(
-    server: Server, engine: subnetact.Engine, coded: Callable[..., Request], protocol: str
+    server: Server, engine: Engine, coded: Callable[..., Request], protocol: str
 ) -> None:
     subnets = [(i // 4) % 3 for i in range(len(IMAGES))]
     answers = server.ask([coded(x[None], i) for x, i in zip(IMAGES, subnets, strict=True)], protocol)
@@ -257,9 +218,7 @@ def test_concurrent_clients_with_mixed_subnets(
     assert all(len({tuple(shape) for shape in batch}) == 1 for batch in batches)
 
 
-def test_unknown_ids_and_wrong_ranks_harm_nobody(
-    server: Server, engine: subnetact.Engine, coded: Callable[..., Request]
-) -> None:
+def test_bad_requests_harm_nobody(server: Server, engine: Engine, coded: Callable[..., Request]) -> None:
     requests = [coded(x[None], 1) for x in IMAGES[:8]]
     requests.insert(3, coded(IMAGES[:1], 7))
     flat = coded(IMAGES[:1], 1)
@@ -272,16 +231,8 @@ def test_unknown_ids_and_wrong_ranks_harm_nobody(
         assert close(answer, engine(x[None], subnet=1))
 
 
-def test_whole_batches_of_another_scheduler(
-    server: Server, engine: subnetact.Engine, coded: Callable[..., Request]
-) -> None:
-    requests = [coded(IMAGES[i : i + 8], i % 3) for i in range(6)]
-    for i, answer in enumerate(server.ask(requests, "http")):
-        assert close(answer, engine(IMAGES[i : i + 8], subnet=i % 3))
-
-
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_deadlines_choose_the_subnet(server: Server, engine: subnetact.Engine, protocol: str) -> None:
+def test_deadlines_choose_the_subnet(server: Server, engine: Engine, protocol: str) -> None:
     requests = [
         deadlines(IMAGES[:1]),
         deadlines(IMAGES[1:2], deadline_ms=8_000),
@@ -301,17 +252,6 @@ def test_deadlines_choose_the_subnet(server: Server, engine: subnetact.Engine, p
         for row, subnet in enumerate(answer["SUBNET"][:, 0]):
             one = {"OUTPUT__0": answer["OUTPUT__0"][row : row + 1]}
             assert close(one, engine(IMAGES[start + row][None], subnet=int(subnet)))
-
-
-def test_bad_requests_harm_no_batch_mates(server: Server, engine: subnetact.Engine) -> None:
-    requests = [
-        deadlines(x[None], **({"deadline_ms": "soon"} if i % 5 == 4 else {})) for i, x in enumerate(IMAGES)
-    ]
-    for i, answer in enumerate(server.ask(requests, "grpc")):
-        if i % 5 == 4:
-            assert "InvalidRequest" in str(answer["error"])
-        else:
-            assert close(answer, engine(IMAGES[i][None], subnet=int(answer["SUBNET"].item())))
 
 
 def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Server) -> None:
@@ -347,31 +287,3 @@ def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Serv
     assert grown(1, "subnetact_refused_total") == 2
     assert grown(1, "subnetact_served_total 1") == 2
     assert grown(1, "subnetact_accuracy_ratio_sum") == pytest.approx(6 * 0.8 + 2 * 0.7)
-
-
-def test_cancelled_requests_are_not_computed(server: Server) -> None:
-    def counts() -> dict[str, float]:
-        seen = server.metrics("own_batcher")
-        names = [
-            *(f"subnetact_requests_total {x}" for x in ("met", "late", "cancelled")),
-            "subnetact_served_total 0",
-        ]
-        return {name.split()[1]: seen.get(name, 0.0) for name in names}
-
-    # A batch of four takes half a second, so most of these wait when their clients give up. Triton tells
-    # no step of an ensemble that its request is cancelled; this is the step itself.
-    gone = {**deadlines(torch.randn(4, 3)), "model": "own_batcher", "client_timeout": 0.1}
-    before = counts()
-    answers = server.ask([{**gone, "inputs": dict(gone["inputs"])} for _ in range(6)], "grpc")
-    assert all("Deadline Exceeded" in str(answer["error"]) for answer in answers)
-    time.sleep(1.5)
-    grown = {name: number - before[name] for name, number in counts().items()}
-    assert grown["met"] == grown["late"] == 0
-    assert 0 < grown["cancelled"] <= 24
-    assert grown["0"] <= 4
-
-
-def test_an_own_class_is_built_on_the_server(server: Server) -> None:
-    x = torch.randn(3, 3)
-    [answer] = server.ask([{**deadlines(x), "model": "own"}], "http")
-    assert answer["OUTPUT__0"].shape == (3, 2)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_networks import in_threads
 
 from subnetact.errors import FileFormatError, MissingFile, WriteError
 from subnetact.files.atomic import read_regular, replacing, replacing_folder, require_regular
@@ -118,35 +120,21 @@ def test_a_full_disk_is_a_typed_error_and_the_old_version_stays(tmp_path: Path, 
 
 
 def test_readers_beside_two_writers_find_whole_versions(tmp_path: Path) -> None:
-    folder = tmp_path / "notes"
+    folder, writing = tmp_path / "notes", [True, True]
     write_notes(folder, "first")
-    over = threading.Event()
-    failed: list[BaseException] = []
 
-    def write(text: str) -> None:
+    def write(number: int) -> None:
         try:
             for i in range(15):
-                write_notes(folder, f"{text}{i}")
-        except BaseException as error:
-            failed.append(error)
+                write_notes(folder, f"{'ab'[number]}{i}")
+        finally:
+            writing[number] = False
 
     def read() -> None:
-        try:
-            while not over.is_set():
-                assert len(read_notes(folder)) == 1
-        except BaseException as error:
-            failed.append(error)
+        while any(writing):
+            assert len(read_notes(folder)) == 1
 
-    writers = [threading.Thread(target=write, args=(text,)) for text in "ab"]
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for thread in (*writers, *readers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    over.set()
-    for thread in readers:
-        thread.join()
-    assert not failed
+    in_threads(partial(write, 0), partial(write, 1), read, read)
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]
 
 

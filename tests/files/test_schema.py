@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz.folders import change_index, change_listing, change_model, saved
 
-import subnetact
+from subnetact import from_pretrained
 from subnetact.elastic.folder import BUNDLE
 from subnetact.errors import FileFormatError
 from subnetact.files.documents import checksum
@@ -61,4 +61,4 @@ def test_what_is_wrong_is_named(path: tuple[str, ...], value: object, said: str,
     del document["checksum"]
     (tmp_path / "elastic.json").write_text(json.dumps({**document, "checksum": checksum(document)}))
     with pytest.raises(FileFormatError, match=said):
-        subnetact.from_pretrained(tmp_path)
+        from_pretrained(tmp_path)

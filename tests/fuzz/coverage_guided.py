@@ -13,11 +13,9 @@ import argparse
 import json
 import os
 import platform
-import resource
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +26,8 @@ import atheris
 sys.path.insert(0, str(Path(__file__).parents[1]))
 with atheris.instrument_imports(include=["subnetact", "ofa_adapters"]):
     import torch
+    from fuzz.long import ALARMS, limited, place_of
     from fuzz.targets import TARGETS, BytesRandom, Finding, run, seeds
-
-ALARMS = 15
 
 
 def main() -> None:
@@ -41,13 +38,9 @@ def main() -> None:
     parser.add_argument("--patience-s", type=int, default=20)
     parser.add_argument("--memory-gb", type=float, default=8.0)
     parser.add_argument("--bytes", type=int, default=256, help="the longest input")
-    parser.add_argument(
-        "--results", type=Path, help="add the number of inputs and the findings to this JSON file"
-    )
+    parser.add_argument("--results", type=Path, help="add the numbers and the findings to this JSON file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    limit = int(args.memory_gb * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limited(args.memory_gb)
     found, tried, begun, alarms = dict[str, str](), 0, 0.0, 0
     with atheris.instrument_imports(include=["subnetact", "ofa_adapters"]), suppress(Finding):
         seeds()
@@ -72,9 +65,7 @@ def main() -> None:
         try:
             run(args.target, BytesRandom(data))
         except Finding as finding:
-            cause = finding.__cause__
-            last = traceback.extract_tb(cause.__traceback__)[-1] if cause else None
-            where = f"{type(cause).__name__} at {last.name if last else '?'}"
+            where, last = place_of(finding)
             if where not in found:
                 found[where] = data.hex()
                 print(f"input {data.hex()!r}: {finding} ({last})", flush=True)
@@ -85,11 +76,8 @@ def main() -> None:
     def end() -> None:
         print(f"{args.target}: {tried} inputs, {len(found)} kinds of findings", flush=True)
         if args.results is not None:
-            versions = {
-                "atheris": version("atheris"),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            }
+            versions = {"atheris": version("atheris"), "torch": torch.__version__}
+            versions["python"] = platform.python_version()
             facts = json.loads(args.results.read_text()) if args.results.exists() else {}
             result = {"cpu_minutes": args.minutes, "inputs": tried, "findings": found}
             facts = {"versions": versions, "targets": {**facts.get("targets", {}), args.target: result}}

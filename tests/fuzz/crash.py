@@ -25,6 +25,7 @@ import torch
 
 import subnetact
 import subnetact.supernet
+from subnetact import Engine, LatencyTable, calibrate
 from subnetact.digits import load_digits_supernet
 from subnetact.export.subnet_program import export_format
 
@@ -49,14 +50,9 @@ class Writer:
 
 
 def kill_at(action: Callable[[], Any], number: int) -> bool:
-    """Run an action in a child process, and kill the child before its n-th system call.
+    """Run an action in a child process, and kill it before its n-th system call, if it has as many.
 
-    Args:
-        action: what the child does.
-        number: n, from 1.
-
-    Returns:
-        Whether the child was killed; if False, it finished before its n-th system call.
+    Return whether it was killed. `number` counts from 1.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -101,16 +97,9 @@ def kill_at(action: Callable[[], Any], number: int) -> bool:
 
 
 def left_behind(writer: Writer, folder: Path, old: Path | None, number: int) -> str | None:
-    """Kill a writer at a system call, and return the version that is there afterwards.
+    """Kill the writer of "new" at a system call; return "old", "new" or "nothing", or None if it finished.
 
-    Args:
-        writer: the writer of version "new".
-        folder: an empty folder; it is emptied again in the end.
-        old: the earlier version, which is copied into the folder first. If None, there is none.
-        number: the number of the system call.
-
-    Returns:
-        "old", "new" or "nothing"; None if the writer finished before.
+    The folder is empty, and is emptied again; the earlier version is copied into it first, if there is one.
     """
     target = folder / "target"
     if old is not None:
@@ -127,28 +116,28 @@ def left_behind(writer: Writer, folder: Path, old: Path | None, number: int) -> 
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-_engines: dict[str, subnetact.Engine] = {}
+_engines: dict[str, Engine] = {}
 
 
-def _engine(version: str) -> subnetact.Engine:
+def _engine(version: str) -> Engine:
     if not _engines:
         torch.set_num_threads(1)  # A forked child has no other threads to wait for.
         images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
         for name, accuracy in (("old", 60.0), ("new", 70.0)):
             supernet = load_digits_supernet()
             specs = [supernet.space.smallest()]
-            subnetact.calibrate(supernet, specs, [images * accuracy], progress=False)
+            calibrate(supernet, specs, [images * accuracy], progress=False)
             with torch.no_grad():
                 supernet.network.classifier.bias.fill_(accuracy)
-            engine = subnetact.Engine(supernet, specs, example=images[:1], accuracy=[accuracy])
+            engine = Engine(supernet, specs, example=images[:1], accuracy=[accuracy])
             engine.tables["cpu"] = _table(name)
             _engines[name] = engine
     return _engines[version]
 
 
 @cache
-def _table(version: str) -> subnetact.LatencyTable:
-    return subnetact.LatencyTable([_key()], [60.0 if version == "old" else 70.0], [1, 4], [[1.0, 2.0]])
+def _table(version: str) -> LatencyTable:
+    return LatencyTable([_key()], [60.0 if version == "old" else 70.0], [1, 4], [[1.0, 2.0]])
 
 
 def _key() -> str:
@@ -156,32 +145,30 @@ def _key() -> str:
 
 
 def _read_bundle(path: Path) -> str:
-    loaded = subnetact.Engine.load(path, check=False, memory_budget_mb=0)  # Only what it holds is looked at.
+    loaded = Engine.load(path, check=False, memory_budget_mb=0)  # Only what it holds is looked at.
     bias = float(loaded.supernet.network.classifier.bias.detach()[0])
     table = loaded.tables["cpu"].accuracy[0]
     assert loaded.accuracy[0] == bias == table, "the bundle is a mixture"
-    (row,) = (loaded.supernet.norms.get(spec) for spec in loaded.specs)
-    version = "old" if bias == 60.0 else "new"
-    expected = _engine(version).supernet.norms.get(loaded.specs[0])
-    assert row is not None
-    assert expected is not None
-    assert torch.equal(row.flat, expected.flat), "the statistics are another version's"
+    (spec,), version = loaded.specs, "old" if bias == 60.0 else "new"
+    assert torch.equal(_flat(loaded.supernet.norms, spec), _row(version)), (
+        "the statistics are another version's"
+    )
     return version
 
 
 def _read_norms(path: Path) -> str:
     table = subnetact.supernet.NormTable.load(path)
-    row = table.get(next(iter(table)))
-    assert row is not None
-    (version,) = (v for v in ("old", "new") if torch.equal(row.flat, _row(v)))
+    (version,) = (v for v in ("old", "new") if torch.equal(_flat(table, next(iter(table))), _row(v)))
     return version
+
+
+def _flat(table: Any, spec: Any) -> Any:
+    return table.get(spec).flat
 
 
 def _row(version: str) -> Any:
     engine = _engine(version)
-    row = engine.supernet.norms.get(engine.specs[0])
-    assert row is not None
-    return row.flat
+    return _flat(engine.supernet.norms, engine.specs[0])
 
 
 def _write_export(path: Path, version: str) -> None:
@@ -201,7 +188,7 @@ def _read_export(path: Path) -> str:
 
 
 def _read_table(path: Path) -> str:
-    return "old" if subnetact.LatencyTable.load(path) == _table("old") else "new"
+    return "old" if LatencyTable.load(path) == _table("old") else "new"
 
 
 _BUNDLE = Writer(lambda path, version: _engine(version).save(path), _read_bundle)

@@ -24,7 +24,7 @@ from small_families import small_supernet
 from small_models import small_model
 from torch import nn
 
-import subnetact
+from subnetact import Engine, LatencyTable, calibrate, describe, from_pretrained, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.elastic.__main__ import main
 from subnetact.errors import SubnetActError
@@ -96,11 +96,11 @@ def _read(folder: Path, kind: str, accident: bool, source: random.Random) -> Any
     way = source.choice(("supernet", "subnet", "engine", "check", "card"))
     try:
         if way == "supernet" or accident:
-            return subnetact.from_pretrained(folder, model=own, verify=accident)
+            return from_pretrained(folder, model=own, verify=accident)
         if way == "subnet":
-            subnetact.from_pretrained(folder, "small", model=own, mapped=source.random() < 0.5)
+            from_pretrained(folder, "small", model=own, mapped=source.random() < 0.5)
         elif way == "engine" and own is None:
-            subnetact.Engine.load(folder, allow_uncalibrated=True)
+            Engine.load(folder, allow_uncalibrated=True)
         elif main([str(folder), "--card"] if way == "card" else [str(folder)]) not in (0, 2):
             raise Finding(f"exit status of python -m subnetact.elastic, {way}")
     except SubnetActError:
@@ -126,34 +126,27 @@ def saved(kind: str) -> Path:
     if kind == "digits":
         supernet = load_digits_supernet()
         images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-        subnetact.calibrate(supernet, [supernet.space.smallest()], [images], progress=False)
+        calibrate(supernet, [supernet.space.smallest()], [images], progress=False)
     elif kind == "autoformer":
         supernet = small_supernet(kind)
     elif kind == "own":
-        supernet = subnetact.insert_(network(), example=torch.randn(3, 4))
+        supernet = insert_(network(), example=torch.randn(3, 4))
     else:
         model, x, options = small_model(kind)
-        supernet = subnetact.insert_(model, subnetact.describe(model, x, **options), example=x)
+        supernet = insert_(model, describe(model, x, **options), example=x)
         if kind == "encoder":
             supernet.enable_precision("bfloat16")
     space, folder = supernet.space, Path(tempfile.mkdtemp(prefix="subnetact-fuzz-")) / kind
     subnets = {"small": space.smallest(), "large": space.largest()}
-    table = subnetact.LatencyTable(
-        [spec.key for spec in subnets.values()], [60.0, 70.0], [1, 2], [[1.0, 2.0], [2.0, 3.0]]
-    )
-    supernet.save_pretrained(
-        folder,
-        subnets=subnets,
-        quality={"small": {"accuracy": 60.0}},
-        source="made up",
-        tables={"cpu": table},
-        licence="mit",
-        shard_bytes=2**13 if kind == "decoder" else 2**40,
-    )
+    keys = [spec.key for spec in subnets.values()]
+    table = LatencyTable(keys, [60.0, 70.0], [1, 2], [[1.0, 2.0], [2.0, 3.0]])
+    facts = {"quality": {"small": {"accuracy": 60.0}}, "source": "made up", "tables": {"cpu": table}}
+    shard_bytes = 2**13 if kind == "decoder" else 2**40
+    supernet.save_pretrained(folder, subnets=subnets, licence="mit", shard_bytes=shard_bytes, **facts)
     if kind == "digits":
-        again: Any = subnetact.from_pretrained(folder, mapped=False)  # It knows the names of subnets.
+        again: Any = from_pretrained(folder, mapped=False)  # It knows the names of subnets.
         x = torch.zeros(1, 1, 16, 16)
-        engine = subnetact.Engine(again, list(subnets.values()), example=x, allow_uncalibrated=True)
+        engine = Engine(again, list(subnets.values()), example=x, allow_uncalibrated=True)
         engine.tables["cpu"] = table
         engine.save(folder)
     (folder / "evil.py").write_text("import os; os.mkdir('executed')\n")
@@ -179,22 +172,13 @@ def change_files(folder: Path, document: dict[str, Any], source: random.Random) 
     path, other = _any_file(folder, source), _any_file(folder, source)
     data = path.read_bytes() if path.is_file() else b""
     path.unlink(missing_ok=True)
-    put: Any = source.choice(
-        (
-            lambda: None,
-            path.touch,
-            path.mkdir,
-            lambda: os.mkfifo(path),
-            lambda: path.symlink_to(path),
-            lambda: path.symlink_to("/dev/zero"),
-            lambda: path.symlink_to(folder.parent / "outside" / "model.safetensors"),
-            lambda: path.write_bytes(_any_file(saved(source.choice(KINDS)), source).read_bytes()),
-            lambda: (
-                path.write_bytes(other.read_bytes() if other.is_file() else b"") and other.write_bytes(data)
-            ),
-        )
-    )
-    put()
+    links = (path, "/dev/zero", folder.parent / "outside" / "model.safetensors")
+    foreign, old = saved(source.choice(KINDS)), other.read_bytes() if other.is_file() else b""
+    puts: list[Callable[[], Any]] = [lambda: None, path.touch, path.mkdir, lambda: os.mkfifo(path)]
+    puts += [lambda link=link: path.symlink_to(link) for link in links]
+    puts += [lambda: path.write_bytes(_any_file(foreign, source).read_bytes())]
+    puts += [lambda: path.write_bytes(old) and other.write_bytes(data)]
+    source.choice(puts)()
 
 
 def change_json(folder: Path, document: dict[str, Any], source: random.Random) -> None:

@@ -12,20 +12,6 @@ from typing import Any
 
 from subnetact.files import journal
 
-__all__ = [
-    "NASTY",
-    "Finding",
-    "changed",
-    "changed_once",
-    "damaged",
-    "journal_file",
-    "json_file",
-    "lines_file",
-    "signed",
-    "tensor_file",
-    "text",
-]
-
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 0.5, -0.5, 1e308, 1e-320, math.nan, math.inf, -math.inf),
     *(10**5, 2**31, 2**63, 10**30, 10**400, "", "x", "0", "nan", "../x", "/dev/zero", "é\ud800", "a" * 3000),
@@ -89,9 +75,8 @@ def lines_file(path: Path, source: random.Random) -> None:
     """Change one line of a file with one JSON value per line."""
     lines = path.read_bytes().splitlines()
     i = source.randrange(len(lines))
-    lines[i] = (
-        damaged(lines[i], source) if source.random() < 0.2 else text(changed(json.loads(lines[i]), source))
-    )
+    bytewise = source.random() < 0.2
+    lines[i] = damaged(lines[i], source) if bytewise else text(changed(json.loads(lines[i]), source))
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 

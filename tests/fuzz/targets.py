@@ -8,8 +8,11 @@ each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an h
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -47,6 +50,18 @@ import subnetact
 import subnetact.insertion
 import subnetact.supernet
 from ofa_adapters.__main__ import main as families_main
+from subnetact import (
+    Batcher,
+    Engine,
+    LatencyTable,
+    SubnetSpec,
+    Supernet,
+    calibrate,
+    describe,
+    insert_,
+    search,
+    simulate,
+)
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import MissingExtra, QueueFull, SubnetActError, TableError
 from subnetact.files.journal import Journal
@@ -82,7 +97,7 @@ WORDS = (
     "all",
     "random:2",
 )
-TABLE = subnetact.LatencyTable(
+TABLE = LatencyTable(
     ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
     {"device": "cpu"},
 )  # fmt: skip
@@ -92,11 +107,6 @@ class BytesRandom(random.Random):
     """Random numbers that are read from bytes, and after their end from another generator."""
 
     def __init__(self, data: bytes) -> None:
-        """Keep the bytes.
-
-        Args:
-            data: the input that a fuzzer made.
-        """
         self.data, self.position = data, 0
         self.more = random.Random(0)  # Endless zeros would keep `sample` searching for another number.
         super().__init__(0)
@@ -115,16 +125,7 @@ class BytesRandom(random.Random):
 
 
 def run(name: str, source: random.Random) -> bool:
-    """Run a target once, and tell whether the library accepted the input.
-
-    Args:
-        name: a key of `TARGETS`.
-        source: makes the input.
-
-    Raises:
-        Finding: the library raised an error that is none of its own.
-        MissingExtra: the target needs a package that is not installed, so nothing was tried.
-    """
+    """Run a target once, and tell whether the library accepted the input; other errors are a `Finding`."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         with tempfile.TemporaryDirectory() as place:
@@ -150,11 +151,7 @@ def run(name: str, source: random.Random) -> bool:
 def seeds() -> Path:
     """Return a folder with one valid file or folder of every kind."""
     place = Path(tempfile.mkdtemp(prefix="subnetact-fuzz-"))
-    supernet = digits()
-    engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
-    engine.tables["cpu"] = subnetact.LatencyTable(
-        engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
-    )
+    supernet, engine = digits(), digits_engine()
     engine.save(place / "bundle")
     supernet.norms.save(place / "norms.safetensors")
     TABLE.save(place / "table.json")
@@ -163,39 +160,22 @@ def seeds() -> Path:
         windows.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
     search_from(place / "search.jsonl")
     Corrections(TABLE).save(place / "corrections.json")
-    table_json = TABLE.with_accuracy([70.0, 80.0]).to_json()
     header = {
-        **{"kind": "subnetact.decision_log", "schema": 1, "table": table_json},
-        **{"policy": "Fixed", "workers": 1, "expired": "drop"},
+        "kind": "subnetact.decision_log",
+        "schema": 1,
+        "policy": "Fixed",
+        "workers": 1,
+        "expired": "drop",
     }
-    batch = {
-        "t": 0.0,
-        "w": 0,
-        "queued": 1,
-        "slack": 5.0,
-        "s": 0,
-        "b": 1,
-        "ms": 1.0,
-        "met": 1,
-        "a": [0.0],
-        "d": [9.0],
-    }
-    (place / "log.jsonl").write_text(
-        "\n".join(map(json.dumps, (header, batch, {"o": "dropped", "a": [1.0], "d": [9.0], "p": [1]}))) + "\n"
-    )
+    header["table"] = TABLE.with_accuracy([70.0, 80.0]).to_json()
+    batch = {"t": 0.0, "w": 0, "queued": 1, "slack": 5.0, "s": 0, "b": 1, "ms": 1.0, "met": 1}
+    lines = (header, {**batch, "a": [0.0], "d": [9.0]}, {"o": "dropped", "a": [1.0], "d": [9.0], "p": [1]})
+    (place / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    options: dict[str, Any] = {"progress": False, "resume": place / "unfinished", "save_every_s": 0}
     with suppress(InterruptedError):
-        subnetact.calibrate(
-            load_digits_supernet(),
-            list(supernet.norms),
-            _interrupted(),
-            progress=False,
-            resume=place / "unfinished",
-            save_every_s=0,
-        )
-    torch.save(
-        {"state_dict": ofa_adapters.load("ofa_mbv3", width_mult=0.1, n_classes=2).state_dict()},
-        place / "c.pth",
-    )
+        calibrate(load_digits_supernet(), list(supernet.norms), _interrupted(), **options)
+    state = ofa_adapters.load("ofa_mbv3", width_mult=0.1, n_classes=2).state_dict()
+    torch.save({"state_dict": state}, place / "c.pth")
     return place
 
 
@@ -206,20 +186,29 @@ def _interrupted() -> Iterator[torch.Tensor]:
 
 
 @cache
-def digits() -> subnetact.Supernet:
+def digits() -> Supernet:
     """Return the supernet for digits with two calibrated subnets."""
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    subnetact.calibrate(supernet, specs, [images], progress=False)
+    calibrate(supernet, specs, [images], progress=False)
     return supernet
+
+
+def digits_engine() -> Engine:
+    """Return an engine of these subnets with a table."""
+    supernet = digits()
+    engine = Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
+    rows, accuracy = [[1.0, 2.0]] * len(engine), [60.0] * len(engine)
+    engine.tables["cpu"] = LatencyTable(engine.keys, accuracy, [1, 2], rows)
+    return engine
 
 
 def search_from(path: Path) -> None:
     """Search the space of digits, resuming from a journal."""
     made_up: Any = lambda spec: 1.0 + len(spec.key)  # noqa: E731
     options: dict[str, Any] = {"evaluations": 8, "remeasure": made_up, "progress": False}
-    subnetact.search(digits(), made_up, made_up, resume=path, **options)
+    search(digits(), made_up, made_up, resume=path, **options)
 
 
 def copied(name: str, place: Path) -> Path:
@@ -252,14 +241,9 @@ def fuzz_checkpoint(source: random.Random, place: Path) -> None:
         content = torch.load(path, weights_only=True)
         name = source.choice(list(content["state_dict"]))
         tensor = content["state_dict"][name]
-        nasty = source.choice(
-            (
-                *NASTY,
-                *(tensor.double(), tensor.to(torch.int8), tensor * math.nan, tensor.to("meta")),
-                *(tensor.to(torch.complex64), torch.zeros(1).expand(10**6, 10**6), tensor.to_sparse()),
-            )
-        )
-        content["state_dict"][name] = nasty
+        tensors = [tensor.double(), tensor.to(torch.int8), tensor * math.nan, tensor.to("meta")]
+        tensors += [tensor.to(torch.complex64), torch.zeros(1).expand(10**6, 10**6), tensor.to_sparse()]
+        content["state_dict"][name] = source.choice((*NASTY, *tensors))
         if source.random() < 0.2:
             content["model"] = content["state_dict"]["self"] = content
         torch.save(content, path)
@@ -269,22 +253,10 @@ def fuzz_checkpoint(source: random.Random, place: Path) -> None:
 
 def fuzz_constructor(source: random.Random, place: Path) -> None:
     """Build a small family from hostile arguments."""
-    arguments = {
-        "ofa_resnet50": {
-            "n_classes": 2,
-            "width_mult_list": [0.1],
-            "depth_list": [0],
-            "bn_param": [0.1, 1e-5],
-        },
-        "ofa_mbv3": {
-            "n_classes": 2,
-            "width_mult": 0.1,
-            "ks_list": [3],
-            "depth_list": [2],
-            "expand_ratio_list": [3],
-        },
-        "us_mobilenet_v2": {"num_classes": 2},
-    }
+    resnet = {"n_classes": 2, "width_mult_list": [0.1], "depth_list": [0], "bn_param": [0.1, 1e-5]}
+    mobile = {"n_classes": 2, "width_mult": 0.1, "ks_list": [3], "depth_list": [2], "expand_ratio_list": [3]}
+    arguments: dict[str, dict[str, Any]]
+    arguments = {"ofa_resnet50": resnet, "ofa_mbv3": mobile, "us_mobilenet_v2": {"num_classes": 2}}
     family = source.choice(list(arguments))
     with torch.device("meta"):
         hostile = {name: changed_once(value, source) for name, value in arguments[family].items()}
@@ -296,7 +268,7 @@ def fuzz_spec(source: random.Random, place: Path) -> None:
     space = digits().space
     hostile = changed(space.sample(source.randrange(99)).to_json(), source)
     if source.random() < 0.5:
-        space.check(subnetact.SubnetSpec.from_json(hostile))
+        space.check(SubnetSpec.from_json(hostile))
     elif source.random() < 0.5:
         space.parse(changed(space.format(space.sample(source.randrange(99))), source))
     else:
@@ -312,9 +284,9 @@ def fuzz_table_arguments(source: random.Random, place: Path) -> None:
     if not isinstance(document, dict):
         return
     path.write_bytes(text({"kind": "subnetact.latency_table", "schema": 1, **document}))
-    table = subnetact.LatencyTable.load(path)
+    table = LatencyTable.load(path)
     table.monotone().save(path)
-    assert subnetact.LatencyTable.load(path) == table.monotone()
+    assert LatencyTable.load(path) == table.monotone()
 
 
 def fuzz_traces(source: random.Random, place: Path) -> None:
@@ -342,7 +314,7 @@ def fuzz_simulate(source: random.Random, place: Path) -> None:
     name = source.choice(list(arguments))
     arguments[name] = source.choice(NASTY)
     policy = make_policy(source.choice(("hullfit", "slackfit:4", "fixed:0", "maxbatch")), table, 20.0)
-    subnetact.simulate(table=table, policy=policy, progress=False, **arguments)
+    simulate(table=table, policy=policy, progress=False, **arguments)
 
 
 class _Runner:
@@ -359,12 +331,11 @@ class _Runner:
 def fuzz_submit(source: random.Random, place: Path) -> None:
     """Submit requests with hostile deadlines, minimum accuracies and priorities."""
     table = TABLE.with_accuracy([70.0, 80.0])
-    with subnetact.Batcher(_Runner(), policy=Fixed(table, 0), slo_ms=1e4) as batcher:
+    with Batcher(_Runner(), policy=Fixed(table, 0), slo_ms=1e4) as batcher:
         for _ in range(5):
             arguments = {"deadline_ms": 50.0, "min_accuracy": None, "priority": None}
-            arguments[source.choice(list(arguments))] = source.choice(
-                (*NASTY, np.float16(20.0), np.float32(20.0), np.int64(3), "20")
-            )
+            hostile = (*NASTY, np.float16(20.0), np.float32(20.0), np.int64(3), "20")
+            arguments[source.choice(list(arguments))] = source.choice(hostile)
             try:
                 future = batcher.submit(1, **arguments)  # type: ignore[arg-type]
             except SubnetActError:
@@ -385,7 +356,7 @@ def fuzz_description(source: random.Random, place: Path) -> None:
     x = torch.zeros(2, 3, 8, 8)
     before = network(x)
     try:
-        supernet = subnetact.insert_(network, description, example=x)
+        supernet = insert_(network, description, example=x)
     except SubnetActError:
         if not torch.equal(network(x), before):
             raise Finding("the model is not as it was") from None
@@ -401,7 +372,7 @@ def _plain_network() -> nn.Module:
 
 @cache
 def _described() -> str:
-    found = subnetact.describe(_plain_network(), example=torch.zeros(2, 3, 8, 8), choices={"width": (4, 8)})
+    found = describe(_plain_network(), example=torch.zeros(2, 3, 8, 8), choices={"width": (4, 8)})
     return found.to_json()
 
 
@@ -419,7 +390,7 @@ def fuzz_insert(source: random.Random, place: Path) -> None:
     arguments.setdefault("example", x)
     before, keys = network(x), list(network.state_dict())
     try:
-        subnetact.insert_(network, **arguments)
+        insert_(network, **arguments)
     except SubnetActError:
         same = torch.equal(network(x), before) and list(network.state_dict()) == keys
         if not same or any("subnetact" in type(m).__module__ for m in network.modules()):
@@ -429,7 +400,7 @@ def fuzz_insert(source: random.Random, place: Path) -> None:
 
 def _step_table() -> StepTable:
     table = TABLE.with_accuracy([70.0, 80.0]).select(batch_sizes=[1, 4])
-    plain = subnetact.LatencyTable(table.subnets, table.accuracy, table.batch_sizes, table.latency_ms)
+    plain = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, table.latency_ms)
     return StepTable({32: plain, 128: plain.scaled(1.5)}, plain)
 
 
@@ -439,7 +410,7 @@ def fuzz_step_table(source: random.Random, place: Path) -> None:
     name = source.choice(list(tables))
     tables[name].save(path)
     json_file(path, source)
-    table = StepTable.from_tables({**tables, name: subnetact.LatencyTable.load(path)})
+    table = StepTable.from_tables({**tables, name: LatencyTable.load(path)})
     for sequences in (1, 3, 100):
         if not table.latencies_ms(sequences, 40.0, 10)[0] > 0:
             raise Finding(f"a step of {sequences} sequences takes no time")
@@ -465,7 +436,7 @@ def fuzz_slices(source: random.Random, place: Path) -> None:
 
 
 @cache
-def _gemma() -> subnetact.Supernet:
+def _gemma() -> Supernet:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "vocab_size": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 2}
     inputs = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
@@ -479,14 +450,10 @@ class _Served:
     """The application that serves digits, asked without a socket."""
 
     def __init__(self) -> None:
-        import asyncio
-
         from subnetact.serve import build_app
 
-        supernet = digits()
-        engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
-        table = subnetact.LatencyTable(engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine))
-        self.batcher = subnetact.Batcher(engine, policy=Fixed(table, 0), slo_ms=6e4)
+        engine = digits_engine()
+        self.batcher: Any = Batcher(engine, policy=Fixed(engine.tables["cpu"], 0), slo_ms=6e4)
         self.app = build_app(self.batcher, engine, slo_ms=6e4)
         self.loop = asyncio.new_event_loop()
 
@@ -495,8 +462,6 @@ class _Served:
         return self.loop.run_until_complete(self._ask(path, body, headers))
 
     async def _ask(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> int:
-        import asyncio
-
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         found: list[int] = []
 
@@ -522,14 +487,13 @@ class _ServedText(_Served):
     """The application of a text server whose queue is always full."""
 
     def __init__(self) -> None:
-        import asyncio
-
         from subnetact.serve import build_text_app
 
         def refuse(*_: Any, **__: Any) -> None:
             raise QueueFull("none")
 
         generator: Any = SimpleNamespace(submit=refuse, close=lambda wait=True: None, max_length=99)
+        self.batcher = generator
         self.app = build_text_app(generator, SimpleNamespace(encode=lambda text: [*text.encode()]))
         self.loop = asyncio.new_event_loop()
 
@@ -538,14 +502,12 @@ _served, _served_text = cache(_Served), cache(_ServedText)
 
 
 def close() -> None:
-    """End the threads of the application, if a target has opened it."""
-    if _served.cache_info().currsize:
-        _served().batcher.close()
-        _served().loop.close()
-        _served.cache_clear()
-    if _served_text.cache_info().currsize:
-        _served_text().loop.close()
-        _served_text.cache_clear()
+    """End the threads of the applications that a target has opened."""
+    for opened in (_served, _served_text):
+        if opened.cache_info().currsize:
+            opened().batcher.close()
+            opened().loop.close()
+            opened.cache_clear()
 
 
 def fuzz_http(source: random.Random, place: Path) -> None:
@@ -556,8 +518,8 @@ def fuzz_http(source: random.Random, place: Path) -> None:
     infer = {
         "id": "a",
         "inputs": [tensor],
-        "parameters": {"deadline_ms": 5e4},
         "outputs": [{"name": "output"}],
+        "parameters": {"deadline_ms": 5e4},
     }
     path, good = source.choice((("/infer", ask), ("/v2/models/model/infer", infer)))
     body = text(changed(good, source))
@@ -568,19 +530,14 @@ def fuzz_http(source: random.Random, place: Path) -> None:
     elif kind < 0.35:
         file = BytesIO()
         np.save(file, np.zeros((1, 16, 16), source.choice((np.float32, np.int8, np.complex64, "U3"))))
-        path, body, headers = (
-            "/infer",
-            damaged(file.getvalue(), source),
-            [(b"content-type", b"application/x-npy")],
-        )
+        path, body = "/infer", damaged(file.getvalue(), source)
+        headers = [(b"content-type", b"application/x-npy")]
     elif kind < 0.6:
         cut = source.choice((b"-1", b"0", b"10", b"99999999999", b"x", str(len(body) - 8).encode()))
         headers.append((b"inference-header-content-length", cut))
     if source.random() < 0.3:
-        name = source.choice(
-            (b"x-deadline-ms", b"x-min-accuracy", b"content-length", b"host", b"content-type")
-        )
-        headers.append((name, source.choice(WORDS).encode()))
+        names = (b"x-deadline-ms", b"x-min-accuracy", b"content-length", b"host", b"content-type")
+        headers.append((source.choice(names), source.choice(WORDS).encode()))
     status = _served().status(path, body, headers)
     if status >= 500 and status not in (503, 504):
         raise Finding(f"status {status} of {path}: {body[:200]!r} {headers}")
@@ -620,8 +577,6 @@ def fuzz_command(main: Callable[[list[str]], int], options: dict[str, int], fixe
 
 @contextmanager
 def _in(place: Path) -> Iterator[None]:
-    import os
-
     before = os.getcwd()
     os.chdir(place)
     try:
@@ -630,7 +585,7 @@ def _in(place: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _checked_profile(job: ProfileJob, source: ProfileSource) -> subnetact.LatencyTable:
+def _checked_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
     """Refuse what a profile refuses before it measures anything, and the rest as well."""
     checked(job, source)
     raise TableError("fuzzing measures nothing")
@@ -654,36 +609,25 @@ def _serve(arguments: list[str]) -> int:
         sys.setswitchinterval(interval)
 
 
-SERVE = {
-    **dict.fromkeys(
-        (
-            *("--table", "--policy", "--slo-ms", "--threads-per-worker", "--max-queue", "--name", "--host"),
-            *("--port", "--allowed-hosts", "--token-file", "--grace-s"),
-            *("--max-body-mb", "--max-connections", "--body-s", "--idle-s"),
-            *("--write-s", "--constructor", "--model", "--workers"),
-        ),
-        1,
-    ),
-    **{"--fair": 0, "--queue": 1, "--router": 1},
-}
-SIMULATE = ("--slo-ms", "--workers", "--noise", "--overhead-ms", "--scale", "--seed", "--table", "--policy")
-PROFILE = (
-    *("--family", "--checkpoint", "--bundle", "--constructor", "--subnets", "--accuracy", "--fit-subnets"),
-    *(
-        "--evaluations",
-        "--seed",
-        "--calibrate-on",
-        "--batch-sizes",
-        "--input-shape",
-        "--input-dtype",
-        "--dtype",
-    ),
-    *("--memory-budget-mb", "--device", "--threads", "--warmup-ms"),
-    *("--min-time-ms", "--windows", "--max-windows", "--tolerance", "--quantiles", "--statistic", "--out"),
+def options(names: str, **words: int) -> dict[str, int]:
+    """Return how many words follow each option of a command, which is one unless something else is said."""
+    return {f"--{name}": words.get(name, 1) for name in names.split()}
+
+
+SERVE = options(
+    "table policy slo-ms threads-per-worker max-queue name host port allowed-hosts token-file grace-s fair"
+    " queue max-body-mb max-connections body-s idle-s write-s constructor model workers router",
+    fair=0,
+)
+SIMULATE = options("slo-ms workers noise overhead-ms scale seed table policy")
+PROFILE = options(
+    "family checkpoint bundle constructor subnets accuracy fit-subnets evaluations seed calibrate-on"
+    " batch-sizes input-shape input-dtype dtype memory-budget-mb device threads warmup-ms min-time-ms windows"
+    " max-windows tolerance quantiles statistic out"
 )
 TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "spec": fuzz_spec,
-    "latency table": reader("table.json", json_file, subnetact.LatencyTable.load),
+    "latency table": reader("table.json", json_file, LatencyTable.load),
     "latency table, arguments": fuzz_table_arguments,
     "norm table": reader("norms.safetensors", tensor_file, subnetact.supernet.NormTable.load),
     "bundle": fuzz_folder,
@@ -693,23 +637,15 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "search": reader("search.jsonl", journal_file, search_from),
     "corrections": reader("corrections.json", json_file, lambda path: Corrections(TABLE).load(path)),
     "decision log": reader("log.jsonl", lines_file, LiveRun.load),
-    "unfinished calibration": reader(
-        "unfinished",
-        journal_file,
-        lambda path: subnetact.calibrate(
-            load_digits_supernet(), list(digits().norms), list(_first_batches()), progress=False, resume=path
-        ),
-    ),
+    "unfinished calibration": reader("unfinished", journal_file, lambda path: _resumed(path)),
     "traces": fuzz_traces,
     "simulate": fuzz_simulate,
     "Batcher.submit": fuzz_submit,
     "python -m subnetact.simulate": fuzz_command(
-        simulate_main,
-        dict.fromkeys(SIMULATE, 1),
-        ["--trace", "bursty", "--duration-s", "0.05", "--policy", "fixed:0"],
+        simulate_main, SIMULATE, ["--trace", "bursty", "--duration-s", "0.05", "--policy", "fixed:0"]
     ),
     "python -m subnetact.serve": fuzz_command(_serve, SERVE, []),
-    "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), []),
+    "python -m subnetact.profile": fuzz_command(_profile, PROFILE, []),
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
     "description": fuzz_description,
     "insert_": fuzz_insert,
@@ -721,11 +657,9 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
 }
 
 
-def _first_batches() -> Iterator[torch.Tensor]:
-    try:
-        yield from _interrupted()
-    except InterruptedError:
-        return
+def _resumed(path: Path) -> Any:
+    batches = list(itertools.islice(_interrupted(), 2))
+    return calibrate(load_digits_supernet(), list(digits().norms), batches, False, resume=path)
 
 
 if __name__ == "__main__":

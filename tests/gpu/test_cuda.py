@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_families import small_supernet
 
-import subnetact
+from subnetact import Batcher, Engine, LatencyTable, calibrate, profile_latency
 from subnetact.profile.modes import TimedRunner, mode_options
 from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.supernet.supernet import Supernet
@@ -30,7 +30,7 @@ def seeded_and_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_views_on_cuda_equal_views_on_cpu(digits: Supernet) -> None:
     specs = digits.space.sample(0, 8)
     x = torch.randn(4, 1, 16, 16)
-    subnetact.calibrate(digits, specs, [x], progress=False)
+    calibrate(digits, specs, [x], progress=False)
     expected = [digits(x, subnet=spec) for spec in specs]
     digits.cuda()
     for spec, output in zip(specs, expected, strict=True):
@@ -41,23 +41,28 @@ def test_views_on_cuda_equal_views_on_cpu(digits: Supernet) -> None:
 
 def test_calibration_on_cuda_equals_calibration_on_cpu(digits: Supernet) -> None:
     spec, x = digits.space.smallest(), torch.randn(16, 1, 16, 16)
-    subnetact.calibrate(digits, [spec], [x], progress=False)
+    calibrate(digits, [spec], [x], progress=False)
     expected = digits.norms.get(spec).flat
     digits.cuda()
-    subnetact.calibrate(digits, [spec], [x], progress=False)
+    calibrate(digits, [spec], [x], progress=False)
     torch.testing.assert_close(digits.norms.get(spec).flat.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_cuda_profile_is_stamped_with_the_device() -> None:
+def engine_on_cuda(count: int = 2, side: int = 64, **options: object) -> Engine:
     supernet = small_supernet("ofa_resnet50")
-    engine = subnetact.Engine(
-        supernet,
-        [supernet.space.smallest(), supernet.space.largest()],
-        example=torch.zeros(1, 3, 64, 64),
-        device="cuda",
-        allow_uncalibrated=True,
-    )
-    table = subnetact.profile_latency(engine, [1, 4], warmup_ms=1, min_time_ms=10, progress=False)
+    specs = [supernet.space.smallest(), supernet.space.largest(), supernet.space.sample(0)][:count]
+    given = {
+        "example": torch.zeros(1, 3, side, side),
+        "device": "cuda",
+        "allow_uncalibrated": True,
+        **options,
+    }
+    return Engine(supernet, specs, **given)
+
+
+def test_a_cuda_profile_is_stamped_with_the_device() -> None:
+    engine = engine_on_cuda()
+    table = profile_latency(engine, [1, 4], warmup_ms=1, min_time_ms=10, progress=False)
     assert table.stamp["device"] == "cuda"
     assert table.stamp["device_name"] == torch.cuda.get_device_name()
     assert (table.latency_ms > 0).all()
@@ -71,19 +76,9 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
 @pytest.mark.parametrize("mode", ["zero-copy", "fused", "graphs"])
 @pytest.mark.parametrize("include_h2d", [False, True])
 def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
-    supernet = small_supernet("ofa_resnet50")
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    engine = subnetact.Engine(
-        supernet,
-        specs,
-        example=torch.zeros(1, 3, 64, 64),
-        device="cuda",
-        allow_uncalibrated=True,
-        **mode_options(mode, 512),
-    )
+    engine = engine_on_cuda(**mode_options(mode, 512))
     runner = TimedRunner(engine, mode, ["h2d"] if include_h2d else [])
-    settings = SweepSettings(min_time_ms=10)
-    sweep = Sweep(runner, [1, 4], settings)
+    sweep = Sweep(runner, [1, 4], SweepSettings(min_time_ms=10))
     sweep.run(progress=False)
     table = sweep.table([1.5, 2.5])
     assert (table.latency_ms > 0).all()
@@ -93,16 +88,12 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
 
 
 def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
-    supernet = small_supernet("ofa_resnet50")
-    example = torch.zeros(1, 3, 512, 512)
-    engine = subnetact.Engine(
-        supernet, [supernet.space.smallest()], example=example, device="cuda", allow_uncalibrated=True
-    )
+    engine = engine_on_cuda(1, 512)
     _, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(2**30 / total)
     try:  # the input alone of 400 images is 1.2 GiB
-        table = subnetact.profile_latency(engine, [1, 400], warmup_ms=0, min_time_ms=1, progress=False)
+        table = profile_latency(engine, [1, 400], warmup_ms=0, min_time_ms=1, progress=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert table.latency_ms[0, 0] > 0
@@ -112,16 +103,8 @@ def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
 @pytest.mark.parametrize("budget", [0, 512])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None:
-    supernet = small_supernet("ofa_resnet50")
-    specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
-    engine = subnetact.Engine(
-        supernet,
-        specs,
-        example=torch.zeros(1, 3, 64, 64),
-        device="cuda",
-        memory_budget_mb=budget,
-        allow_uncalibrated=True,
-    )
+    engine = engine_on_cuda(3, memory_budget_mb=budget)
+    supernet, specs = engine.supernet, engine.specs
     if pinned and budget:
         assert all(engine.pin(i) for i in range(3))
     for batch in (1, 3, 8, 3, 1):
@@ -134,16 +117,8 @@ def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None
 
 
 def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
-    supernet = small_supernet("ofa_resnet50")
-    specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
-    engine = subnetact.Engine(
-        supernet,
-        specs,
-        example=torch.zeros(1, 3, 64, 64),
-        device="cuda",
-        memory_budget_mb=512,
-        allow_uncalibrated=True,
-    )
+    engine = engine_on_cuda(3, memory_budget_mb=512)
+    supernet, specs = engine.supernet, engine.specs
     engine.prepare([1, 2, 4])
     x = torch.randn(3, 3, 64, 64, device="cuda")
     with torch.inference_mode():
@@ -163,14 +138,9 @@ def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
 def test_half_precision_programs_agree_roughly() -> None:
     supernet = small_supernet("ofa_resnet50").to(torch.bfloat16)
     spec = supernet.space.largest()
-    engine = subnetact.Engine(
-        supernet,
-        [spec],
-        example=torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16),
-        device="cuda",
-        memory_budget_mb=512,
-        allow_uncalibrated=True,
-    )
+    example = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16)
+    options = {"device": "cuda", "memory_budget_mb": 512, "allow_uncalibrated": True}
+    engine = Engine(supernet, [spec], example=example, **options)
     assert engine.pin(0)
     x = torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
     output, expected = engine(x, subnet=0), supernet(x, subnet=spec)
@@ -180,11 +150,11 @@ def test_half_precision_programs_agree_roughly() -> None:
 def test_two_workers_copy_on_their_own_streams(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
     images = torch.randn(400, 1, 16, 16)
-    subnetact.calibrate(digits, specs, [images[:40]], progress=False)
+    calibrate(digits, specs, [images[:40]], progress=False)
     expected = [digits(images, subnet=spec) for spec in specs]
-    engine = subnetact.Engine(digits, specs, device="cuda", example=images[:1], memory_budget_mb=64)
-    table = subnetact.LatencyTable(engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]])
-    with subnetact.Batcher(engine, table=table, slo_ms=1e4, workers=2) as batcher:
+    engine = Engine(digits, specs, device="cuda", example=images[:1], memory_budget_mb=64)
+    table = LatencyTable(engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]])
+    with Batcher(engine, table=table, slo_ms=1e4, workers=2) as batcher:
         futures = [batcher.submit(x, deadline_ms=1e4) for x in images]
         for i, future in enumerate(futures):
             answer = future.result(60)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import subnetact
+from subnetact import pareto_front
 from subnetact.errors import TableError
 from subnetact.latency.pareto import hypervolume, non_dominated, spread
 
@@ -16,7 +16,7 @@ COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
 def test_a_front_holds_exactly_the_items_that_nothing_dominates(points: list[tuple[int, int]]) -> None:
-    front = subnetact.pareto_front(points, cost=lambda r: r[0], gain=lambda r: r[1])
+    front = pareto_front(points, cost=lambda r: r[0], gain=lambda r: r[1])
 
     def dominates(a: tuple[int, int], b: tuple[int, int]) -> bool:
         return a != b and a[0] <= b[0] and a[1] >= b[1]
@@ -27,13 +27,11 @@ def test_a_front_holds_exactly_the_items_that_nothing_dominates(points: list[tup
 
 def test_a_front_refuses_nan() -> None:
     with pytest.raises(TableError, match="NaN"):
-        subnetact.pareto_front([1.0, float("nan")], cost=lambda r: r, gain=lambda r: r)
+        pareto_front([1.0, float("nan")], cost=lambda r: r, gain=lambda r: r)
 
 
 @given(rows=COSTS, extra=st.tuples(st.integers(0, 6), st.integers(0, 6)))
-def test_hypervolume_counts_the_cells_that_points_dominate(
-    rows: list[list[int]], extra: tuple[int, int]
-) -> None:
+def test_hypervolume_counts_dominated_cells(rows: list[list[int]], extra: tuple[int, int]) -> None:
     reference = (0, 6)
     cells = {(x, y) for accuracy, latency in rows for x in range(accuracy) for y in range(latency, 6)}
     volume = hypervolume(rows, reference)
@@ -83,9 +81,7 @@ def test_a_spread_is_even_where_it_can_be() -> None:
 
 
 @given(st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, 4)] * n), max_size=20)))
-def test_non_dominated_points_are_the_first_of_each_kind_that_nothing_dominates(
-    points: list[tuple[int, ...]],
-) -> None:
+def test_non_dominated_points_are_the_first_of_each_kind(points: list[tuple[int, ...]]) -> None:
     costs = np.array(points, dtype=np.float64).reshape(len(points), -1 if points else 2)
 
     def dominated(point: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from small_decoders import small_decoder
 from torch import Tensor, nn
 
-import subnetact
+from subnetact import calibrate, insert_, search
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import ResumeMismatch, SearchError, SpecError, StaleWeights
 from subnetact.latency.table import LatencyTable
@@ -51,19 +51,15 @@ class Block(nn.Module):
 
 def chain() -> tuple[Supernet, Any, str]:
     torch.manual_seed(0)
-    model = Chain().eval()
-    return (
-        subnetact.insert_(model, example=IMAGES[:1], axes=("depth", "width"), each_block=True),
-        IMAGES,
-        "classes",
-    )
+    options = {"axes": ("depth", "width"), "each_block": True}
+    return insert_(Chain().eval(), example=IMAGES[:1], **options), IMAGES, "classes"
 
 
 def decoder() -> tuple[Supernet, Any, str]:
     example = {"input_ids": TOKENS, "use_cache": False}
     model = small_decoder("LlamaConfig", num_hidden_layers=3)
     axes = ("ffn", "heads", "depth")
-    return subnetact.insert_(model, example=example, axes=axes, each_block=True), example, "tokens"
+    return insert_(model, example=example, axes=axes, each_block=True), example, "tokens"
 
 
 def digits() -> tuple[Supernet, Any, str]:
@@ -88,20 +84,17 @@ def scores_of(output: Any) -> Tensor:
 def test_a_score_is_the_divergence_of_a_whole_forward_pass(scored: LayerScores) -> None:
     supernet, largest = scored.supernet, scored.supernet.space.largest()
     batch = dict(scored.example) if isinstance(scored.example, dict) else {"x": scored.example}
-    run = (
-        (lambda spec: supernet(**batch, subnet=spec))
-        if "x" not in batch
-        else (lambda spec: supernet(batch["x"], subnet=spec))
-    )
+    given = (batch.pop("x"),) if "x" in batch else ()
+    run: Any = lambda spec: supernet(*given, **batch, subnet=spec)  # noqa: E731
     if supernet.norm_operators():
-        subnetact.calibrate(supernet, [largest], [scored.example], progress=False)
+        calibrate(supernet, [largest], [scored.example], progress=False)
     whole = scores_of(run(largest))
     for (axis, at, value), loss in scored.losses.items():
         values = {name: list(own) for name, own in supernet.space.values(largest).items()}
         values[axis][at] = value
         spec = supernet.space.spec(**values)
         if supernet.norm_operators():
-            subnetact.calibrate(supernet, [spec], [scored.example], progress=False)
+            calibrate(supernet, [spec], [scored.example], progress=False)
         alone = scores_of(run(spec))
         expected = float(F.kl_div(alone, whole, log_target=True, reduction="none").sum(-1).mean())
         assert loss == pytest.approx(expected, abs=2e-5)
@@ -221,15 +214,9 @@ def test_a_search_begins_with_the_subnets_that_scores_choose() -> None:
     supernet, batch, task = chain()
     scores = score_layers(supernet, [batch], task=task, progress=False)
     front = scores.front(4)
-    result = subnetact.search(
-        supernet,
-        lambda spec: -scores.expected(spec),
-        lambda spec: scores.costs(spec).macs / 1e6,
-        evaluations=12,
-        method="evolution",
-        initial=front,
-        progress=False,
-    )
+    options: dict[str, Any] = {"evaluations": 12, "method": "evolution", "initial": front, "progress": False}
+    accuracy, cost = (lambda spec: -scores.expected(spec)), (lambda spec: scores.costs(spec).macs / 1e6)
+    result = search(supernet, accuracy, cost, **options)
     assert [one.spec for one in result.evaluated[: len(front)]] == front
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from elastic_networks import one_width
 from torch import Tensor, nn
 
-from subnetact import (
-    Axis,
-    SubnetSpace,
-    WeightSlice,
-    calibrate,
-    insert_,
-)
+from subnetact import calibrate
 from subnetact.digits import new_digits_supernet
 from subnetact.nas.evaluation import evaluate
 from subnetact.spec import SubnetSpec
@@ -54,10 +49,8 @@ def broken() -> Supernet:
 
 def own_network() -> Supernet:
     torch.manual_seed(5)
-    space = SubnetSpace("own", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"width": v["width"][0]})
-    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    elastic = {"0": WeightSlice.on(out="width"), "2": WeightSlice.on(in_="width")}
-    return insert_(network.eval(), space, elastic)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return one_width(layers, {"0": "out", "2": "in"}, [2, 8])
 
 
 class Difference(nn.Module):
@@ -72,9 +65,7 @@ class Difference(nn.Module):
 
 
 def two_inputs() -> Supernet:
-    space = SubnetSpace("two", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"width": v["width"][0]})
-    elastic = {"first": WeightSlice.on(out="width"), "last": WeightSlice.on(in_="width")}
-    return insert_(Difference().eval(), space, elastic)
+    return one_width(Difference(), {"first": "out", "last": "in"}, [2, 8], "two")
 
 
 def batches() -> list[Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import subnetact
+from subnetact import Batcher, Engine, LatencyTable, calibrate, profile_latency
 from subnetact.errors import LatencyTableWarning, TableError
 from subnetact.latency.origin import run_otherwise
 from subnetact.profile import modes
@@ -25,14 +23,14 @@ EXAMPLE = torch.zeros(1, 16, 16)
 
 
 @pytest.fixture
-def engine(digits: Supernet) -> subnetact.Engine:
+def engine(digits: Supernet) -> Engine:
     specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
-    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
+    calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    return Engine(digits, specs, example=EXAMPLE[None])
 
 
-def test_a_profile_is_complete_stamped_and_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None:
-    table = subnetact.profile_latency(
+def test_a_profile_is_complete_stamped_and_round_trips(engine: Engine, tmp_path: Path) -> None:
+    table = profile_latency(
         engine, [1, 3], [50.0, 60.0, 70.0], statistic="p90", warmup_ms=0, min_time_ms=2, progress=False
     )
     assert table.subnets == engine.keys
@@ -45,74 +43,43 @@ def test_a_profile_is_complete_stamped_and_round_trips(engine: subnetact.Engine,
     assert table.stamp["space"] == engine.supernet.space.id
     assert table.statistics["runs"].min() >= 15
     table.save(tmp_path / "t.json")
-    assert subnetact.LatencyTable.load(tmp_path / "t.json") == table
+    assert LatencyTable.load(tmp_path / "t.json") == table
 
 
-@pytest.mark.parametrize("progress", [False, True])
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_bars_are_shown_on_terminals_only(
-    engine: subnetact.Engine, monkeypatch: pytest.MonkeyPatch, progress: bool, terminal: bool
-) -> None:
-    errors = io.StringIO()
-    monkeypatch.setattr(errors, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", errors)
-    subnetact.profile_latency(engine, [1], warmup_ms=0, min_time_ms=1, progress=progress)
-    assert ("profiling" in errors.getvalue()) == (progress and terminal)
-
-
-def test_profile_arguments_are_checked(engine: subnetact.Engine) -> None:
-    with pytest.raises(TableError, match="p42"):
-        subnetact.profile_latency(engine, [1], statistic="p42")
-    for batch_sizes, more in (
-        ([0], {}),
-        ([4, 1], {}),
-        ([1], {"accuracy": [1.0]}),
-        ([1], {"warmup_ms": np.inf}),
-    ):
-        with pytest.raises(TableError):
-            subnetact.profile_latency(engine, batch_sizes, **more)
-
-
-def test_cells_that_run_out_of_memory_are_left_out(
-    engine: subnetact.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_without_memory_are_left_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(x: torch.Tensor, subnet: int) -> None:
         if len(x) == 4 and subnet == 2:
             raise torch.cuda.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(subnetact.Engine, "ready", lambda self, subnet: lambda x: run(x, subnet))
-    table = subnetact.profile_latency(
-        engine, [1, 4], [1.0, 2.0, 3.0], warmup_ms=0, min_time_ms=1, progress=False
-    )
+    monkeypatch.setattr(Engine, "ready", lambda self, subnet: lambda x: run(x, subnet))
+    table = profile_latency(engine, [1, 4], [1.0, 2.0, 3.0], warmup_ms=0, min_time_ms=1, progress=False)
     assert np.isnan(table.latency_ms).tolist() == [[False, False], [False, False], [False, True]]
     assert table.statistics["runs"][2, 1] == 0
 
 
 def test_accuracies_are_those_of_the_engine_if_none_are_given(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
-    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], accuracy=[50.0, None])
+    calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    engine = Engine(digits, specs, example=EXAMPLE[None], accuracy=[50.0, None])
     quick = {"warmup_ms": 0.0, "min_time_ms": 1.0, "progress": False}
-    known = subnetact.profile_latency(engine, [1], **quick).accuracy  # type: ignore[arg-type]
+    known = profile_latency(engine, [1], **quick).accuracy  # type: ignore[arg-type]
     assert known[0] == 50.0
     assert np.isnan(known[1])
-    assert subnetact.profile_latency(engine, [1], [70.0, 80.0], **quick).accuracy == (70.0, 80.0)  # type: ignore[arg-type]
+    assert profile_latency(engine, [1], [70.0, 80.0], **quick).accuracy == (70.0, 80.0)  # type: ignore[arg-type]
 
 
-def mixed(digits: Supernet) -> subnetact.Engine:
+def mixed(digits: Supernet) -> Engine:
     """Return an engine of four subnets that has room for the programs of some only."""
     specs = digits.space.sample(0, 4)
-    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    alone = subnetact.Engine(digits, [digits.space.largest()], example=EXAMPLE[None])
+    calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    alone = Engine(digits, [digits.space.largest()], example=EXAMPLE[None])
     room = 1.01 * alone.stats().fused_bytes / 2**20
-    engine = subnetact.Engine(digits, specs, example=EXAMPLE[None], memory_budget_mb=room)
+    engine = Engine(digits, specs, example=EXAMPLE[None], memory_budget_mb=room)
     assert 0 < sum(map(engine.is_fused, engine.ids)) < 4
     return engine
 
 
-def test_a_table_is_of_one_mode_unless_it_says_otherwise(
-    digits: Supernet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_is_of_one_mode_or_says_so(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ran = mixed(digits), list[tuple[str, bool]]()
     prepared = TimedRunner.prepared
 
@@ -125,11 +92,11 @@ def test_a_table_is_of_one_mode_unless_it_says_otherwise(
     monkeypatch.setattr(TimedRunner, "prepared", noted)
     before = [engine.mode_of(i) for i in engine.ids]
 
-    def profile(*modes: str) -> tuple[subnetact.LatencyTable, set[bool]]:
+    def profile(*modes: str) -> tuple[LatencyTable, set[bool]]:
         ran.clear()
         quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
         quick |= {"accuracy": [1.0, 4.0, 2.0, 3.0], "mode": modes[0] if modes else None}
-        table = subnetact.profile_latency(engine, [1, 2], **quick)
+        table = profile_latency(engine, [1, 2], **quick)
         assert [engine.mode_of(i) for i in engine.ids] == before  # what is served is left alone
         return table, {fused for _, fused in ran}
 
@@ -155,23 +122,27 @@ def test_a_table_is_of_one_mode_unless_it_says_otherwise(
         unknown.front(1)
     with pytest.raises(TableError, match="mode: 'fast' is none of Engine; choose from zero-copy, fused"):
         profile("fast")
+    stamp, fused_cells = {"program": "engine", "mode": "as served", "unfused": "graphs"}, [[1.0], [0.0]]
+    facts: Any = {"statistics": {"fused": fused_cells}, "stamp": stamp}
+    two = LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]], **facts)
+    assert two.modes == ("fused", "graphs")
+    for wrong in ({"statistic": "p42"}, {"accuracy": [1.0]}, {"warmup_ms": np.inf}):
+        with pytest.raises(TableError):
+            profile_latency(engine, [1], **wrong)  # type: ignore[arg-type]
+    for sizes in ([0], [4, 1]):
+        with pytest.raises(TableError):
+            profile_latency(engine, sizes)
 
 
 @pytest.mark.parametrize("mode", [None, "fused", "as served", "extract"])
 def test_a_table_has_empty_cells_for_a_subnet_that_was_removed(digits: Supernet, mode: str | None) -> None:
     engine = mixed(digits)
     engine.remove(1)
-    table = subnetact.profile_latency(engine, [1, 2], warmup_ms=0, min_time_ms=1, mode=mode, beside=["view"])
+    table = profile_latency(engine, [1, 2], warmup_ms=0, min_time_ms=1, mode=mode, beside=["view"])
     for name in ("p50", "p50_of_view"):
         empty = np.isnan(table.statistics[name]).all(axis=1).tolist()
         assert empty == [False, True, False, False], name
-    assert run_otherwise(subnetact.profile_latency(engine, [1], mode="as served"), engine) == ""
-
-
-def test_the_mode_of_subnets_that_are_not_fused_is_that_of_the_engine() -> None:
-    stamp, fused = {"program": "engine", "mode": "as served", "unfused": "graphs"}, {"fused": [[1.0], [0.0]]}
-    table = subnetact.LatencyTable(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]], statistics=fused, stamp=stamp)
-    assert table.modes == ("fused", "graphs")
+    assert run_otherwise(profile_latency(engine, [1], mode="as served"), engine) == ""
 
 
 def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) -> None:
@@ -180,11 +151,11 @@ def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) 
     with pytest.warns(
         LatencyTableWarning, match=r"of 4 subnets were measured zero-copy, which run fused.*as serv"
     ):
-        subnetact.Batcher(engine, table=subnetact.profile_latency(engine, [1], **quick), slo_ms=500).close()
-    views = subnetact.Engine(digits, engine.specs, example=EXAMPLE[None], backend="views")
+        Batcher(engine, table=profile_latency(engine, [1], **quick), slo_ms=500).close()
+    views = Engine(digits, engine.specs, example=EXAMPLE[None], backend="views")
     for mode, of in (("as served", engine), (None, views)):
-        table = subnetact.profile_latency(engine, [1], **quick, mode=mode)
-        subnetact.Batcher(of, table=table, slo_ms=500).close()  # warnings are errors
+        table = profile_latency(engine, [1], **quick, mode=mode)
+        Batcher(of, table=table, slo_ms=500).close()  # warnings are errors
 
 
 def test_views_and_extracted_networks_are_measured_beside_an_engine(digits: Supernet, tmp_path: Path) -> None:
@@ -198,24 +169,19 @@ def test_views_and_extracted_networks_are_measured_beside_an_engine(digits: Supe
             return call_with(network, x)
 
         patch.setattr(modes, "call_with", noted)
-        quick: Any = {
-            "warmup_ms": 0,
-            "min_time_ms": 1,
-            "windows": 2,
-            "max_windows": 2,
-        }
+        quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 2, "max_windows": 2}
         alone, quick = quick, quick | {"resume": tmp_path / "j"}
-        table = subnetact.profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
+        table = profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
     assert kinds == {"view", "extract"}
     names = {"p50", "p50_of_view", "p50_of_extract", "stable_of_view", "busy_of_extract"}
     assert names <= set(table.statistics)
     assert table.statistics["windows_of_extract"].tolist() == [[2.0] * 2] * 4
-    again = subnetact.profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
+    again = profile_latency(engine, [1, 2], **quick, beside=("view", "extract"))
     assert again.statistics["p50_of_view"].tolist() == table.statistics["p50_of_view"].tolist()
-    assert "p50_of_view" in subnetact.profile_latency(engine, [1], **alone, beside="view").statistics
-    assert "p50_of_view" in subnetact.profile_latency(engine, [1], **alone, beside=iter(["view"])).statistics
+    assert "p50_of_view" in profile_latency(engine, [1], **alone, beside="view").statistics
+    assert "p50_of_view" in profile_latency(engine, [1], **alone, beside=iter(["view"])).statistics
     with pytest.raises(TableError, match="choose from view, extract"):
-        subnetact.profile_latency(engine, [1], beside=("fused",))
+        profile_latency(engine, [1], beside=("fused",))
 
 
 def shares(tensor: torch.Tensor, supernet: Supernet) -> bool:

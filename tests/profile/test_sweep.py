@@ -1,8 +1,9 @@
-"""The sweep: when and how often every cell is measured, what is kept, and how subnets are run."""
+"""The sweep: when and how often every cell is measured, how one call is timed, and when a median is known."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +15,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-import subnetact
-from subnetact.device import find_device, ran_out_of_memory
+from subnetact import Engine, LatencyTable, calibrate, profile_latency
+from subnetact.device import find_device, machine, ran_out_of_memory
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
 from subnetact.profile.modes import MODES, TimedRunner, check_mode, mode_options
+from subnetact.profile.stability import is_stable, median_interval, statistics_of
 from subnetact.profile.sweep import Sweep, SweepSettings
+from subnetact.profile.window import FEWEST_RUNS, _waited_s, measure
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
+
+
 CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
 
 
@@ -61,10 +68,7 @@ def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
 
 
 def sweep(
-    runner: Any,
-    batch_sizes: list[int],
-    settings: SweepSettings,
-    journal: Journal | None = None,
+    runner: Any, batch_sizes: list[int], settings: SweepSettings, journal: Journal | None = None
 ) -> Sweep:
     made = Sweep(runner, batch_sizes, settings, journal)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,6 +107,10 @@ def test_unstable_cells_are_visited_again_up_to_a_bound() -> None:
     assert table.statistics["p99"][0, 0] > 5.0
 
 
+def listed(table: LatencyTable) -> dict[str, Any]:
+    return {name: values.tolist() for name, values in table.statistics.items()}
+
+
 def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
         return 1.0 + subnet + batch_size + (0.5 * visit if (subnet, batch_size) == (0, 4) else 0)
@@ -130,18 +138,13 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> 
         assert path.read_bytes().startswith(before)
         assert len(second.visits) == len(whole.visits) - after
         table = Sweep(second, [1, 4], settings, Journal(path, {})).table([70.0, 80.0])
-        assert table.latency_ms.tolist() == expected.latency_ms.tolist()
-        assert {n: v.tolist() for n, v in table.statistics.items()} == {
-            n: v.tolist() for n, v in expected.statistics.items()
-        }
+        assert (table.latency_ms.tolist(), listed(table)) == (expected.latency_ms.tolist(), listed(expected))
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA"), RuntimeError(CPU_OUT_OF_MEMORY), MemoryError()]
 )
-def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
-    error: Exception, tmp_path: Path
-) -> None:
+def test_cells_without_memory_are_recorded_larger_ones_skipped(error: Exception, tmp_path: Path) -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
         if subnet == 1 and batch_size >= 4:
             raise error
@@ -185,16 +188,16 @@ def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
 
 
 @pytest.fixture
-def engine(digits: Supernet) -> subnetact.Engine:
+def engine(digits: Supernet) -> Engine:
     specs = [digits.space.smallest(), digits.space.largest()]
-    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
-    return subnetact.Engine(digits, specs, example=EXAMPLE[None])
+    calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    return Engine(digits, specs, example=EXAMPLE[None])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
-def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str) -> None:
+def test_every_mode_runs_the_subnet_it_times(engine: Engine, mode: str) -> None:
     supernet, specs = engine.supernet, engine.specs
-    engine = subnetact.Engine(supernet, specs, example=EXAMPLE[None], **mode_options(mode, 64))
+    engine = Engine(supernet, specs, example=EXAMPLE[None], **mode_options(mode, 64))
     runner = TimedRunner(engine, mode)
     assert runner.facts == {"program": "engine", "mode": mode, "include_h2d": False}
     for batch_size in (1, 3):
@@ -206,40 +209,155 @@ def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str
             torch.testing.assert_close(output, supernet(x, subnet=spec), rtol=1e-3, atol=1e-4)
 
 
-def test_modes_of_another_device_are_refused() -> None:
-    with pytest.raises(DeviceError, match="graphs"):
-        check_mode("graphs", (), torch.device("cpu"))
-    with pytest.raises(DeviceError, match="leave h2d out"):
-        check_mode("fused", ["h2d"], torch.device("cpu"))
-
-
-def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engine, tmp_path: Path) -> None:
-    path, quick = tmp_path / "j.jsonl", {"warmup_ms": 0, "min_time_ms": 1, "progress": False}
-    first = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
-    recorded = path.read_bytes()
-    again = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
-    assert path.read_bytes() == recorded
-    assert again.latency_ms.tolist() == first.latency_ms.tolist()
-    with pytest.raises(ResumeMismatch, match="min_time_ms was 1, is 2"):
-        subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
-    views = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None], backend="views")
-    with pytest.raises(ResumeMismatch, match="mode was 'fused', is 'zero-copy'"):
-        subnetact.profile_latency(views, [1, 2], resume=path, **quick)
-    with torch.no_grad():
-        next(engine.supernet.parameters()).mul_(2.0)
-    changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE[None])
-    with pytest.raises(ResumeMismatch, match="supernet"):
-        subnetact.profile_latency(changed, [1, 2], resume=path, **quick)
-
-
-def test_what_runs_out_of_memory() -> None:
-    for words in (CPU_OUT_OF_MEMORY, "CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"):
-        assert ran_out_of_memory(RuntimeError(words))
-    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-
-
-def test_devices_that_cannot_be_waited_for_are_refused() -> None:
+def test_modes_and_devices_that_cannot_be_are_refused_and_a_lack_of_memory_is_known() -> None:
+    for mode, include, words in (("graphs", (), "graphs"), ("fused", ["h2d"], "leave h2d out")):
+        with pytest.raises(DeviceError, match=words):
+            check_mode(mode, include, torch.device("cpu"))
     for device in ("meta", "mps", "nonsense", "cuda:99"):
         with pytest.raises(DeviceError, match=f"device '{device}' cannot be") as raised:
             find_device(device)
         assert len(str(raised.value)) < 400
+    for said in (CPU_OUT_OF_MEMORY, "CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"):
+        assert ran_out_of_memory(RuntimeError(said))
+    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_a_profile_is_resumed_only_in_its_own_environment(engine: Engine, tmp_path: Path) -> None:
+    path, quick = tmp_path / "j.jsonl", {"warmup_ms": 0, "min_time_ms": 1, "progress": False}
+    first = profile_latency(engine, [1, 2], resume=path, **quick)
+    recorded = path.read_bytes()
+    again = profile_latency(engine, [1, 2], resume=path, **quick)
+    assert path.read_bytes() == recorded
+    assert again.latency_ms.tolist() == first.latency_ms.tolist()
+    with pytest.raises(ResumeMismatch, match="min_time_ms was 1, is 2"):
+        profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
+    views = Engine(engine.supernet, engine.specs, example=EXAMPLE[None], backend="views")
+    with pytest.raises(ResumeMismatch, match="mode was 'fused', is 'zero-copy'"):
+        profile_latency(views, [1, 2], resume=path, **quick)
+    with torch.no_grad():
+        next(engine.supernet.parameters()).mul_(2.0)
+    changed = Engine(engine.supernet, engine.specs, example=EXAMPLE[None])
+    with pytest.raises(ResumeMismatch, match="supernet"):
+        profile_latency(changed, [1, 2], resume=path, **quick)
+
+
+def windows(*medians: float) -> list[dict[str, np.ndarray]]:
+    return [{"host_ms": median * np.linspace(0.9, 1.1, 5)} for median in medians]
+
+
+@pytest.mark.parametrize("count", [5, 6, 8, 11, 15])
+def test_the_interval_holds_the_median_as_often_as_it_says(count: int) -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.exponential(1.0, (4000, count))  # skewed, as latencies are
+    held = [low <= np.log(2) <= high for low, high in map(median_interval, draws)]
+    assert 0.89 <= np.mean(held) <= 0.98
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20))
+def test_the_interval_is_of_order_statistics(values: list[float]) -> None:
+    low, high = median_interval(values)
+    if len(values) < 5:
+        assert (low, high) == (-math.inf, math.inf)
+    else:
+        assert low in values
+        assert high in values
+        assert min(values) <= low <= np.median(values) <= high <= max(values)
+
+
+def test_a_cell_is_stable_when_its_median_is_known() -> None:
+    assert is_stable(windows(1.0, 1.02, 0.98, 1.0, 1.01), 3)
+    assert not is_stable(windows(1.0, 1.02, 0.98, 1.0, 1.08), 3)
+    assert not is_stable(windows(1.0, 1.0, 1.0, 1.0), 3)  # too few to say
+    disturbed = windows(1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 9.0)
+    assert is_stable(disturbed, 3)  # a minority of outliers
+    assert statistics_of(disturbed, 3, [50])["p50"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_windows_of_slow_minutes_are_no_independent_samples() -> None:
+    slow = [1.2 if 10 <= i % 30 < 20 else 1.0 for i in range(60)]
+    spread = [1.2 if i % 3 == 0 else 1.0 for i in range(60)]
+    assert sorted(slow) == sorted(spread)
+    assert is_stable(windows(*spread), 5)
+    assert not is_stable(windows(*slow), 5)
+
+
+@pytest.mark.parametrize("count", [11, 15, 16, 23, 24, 31, 60])
+def test_a_few_disturbed_windows_do_not_make_a_cell_unstable(count: int) -> None:
+    values = [1.0] * count
+    values[2] = values[-2] = 3.0
+    assert is_stable(windows(*values), 3)
+
+
+def test_statistics_are_of_all_runs_by_clock() -> None:
+    one = {"host_ms": np.array([2.0, 3.0]), "device_ms": np.array([1.0, 1.5])}
+    found = statistics_of([one] * 5, 5, [50, 99.9])
+    assert found["device_p50"] == 1.25
+    assert found["p99.9"] > found["p50"] == found["mean"] == 2.5
+    assert (found["min"], found["std"], found["device_min"]) == (2.0, 0.5, 1.0)
+    assert (found["runs"], found["windows"], found["stable"]) == (10, 5, 1)
+
+
+def test_a_cell_beside_other_work_is_not_stable_however_alike_its_windows_are() -> None:
+    def beside(*busy: float) -> list[dict[str, np.ndarray]]:
+        alike = windows(*[1.0] * len(busy))
+        return [{**window, "busy": np.array([share])} for window, share in zip(alike, busy, strict=True)]
+
+    assert is_stable(beside(0.0, 0.01, 0.0, 0.02, 0.0), 5)
+    assert is_stable(beside(0.0, 0.6, 0.0, 0.6, 0.0), 5)  # a minority
+    slow = beside(0.3, 0.35, 0.0, 0.35, 0.4)
+    assert not is_stable(slow, 5)
+    assert statistics_of(slow, 5, [50])["busy"] == 0.35
+    assert "busy" not in statistics_of(windows(1.0), 5, [50])
+
+
+def test_a_window_has_a_few_runs_however_long_they_take() -> None:
+    calls = []
+    taken = measure(lambda: calls.append(1), torch.device("cpu"), warmup_ms=0, min_time_ms=0)
+    assert list(taken) == ["host_ms", "busy"]
+    assert taken["host_ms"].shape == (FEWEST_RUNS,)
+    assert len(calls) == 1 + FEWEST_RUNS
+    assert (taken["host_ms"] >= 0).all()
+    longer = measure(lambda: calls.append(1), torch.device("cpu"), warmup_ms=1, min_time_ms=5)
+    assert longer["host_ms"].sum() <= 5 + longer["host_ms"].max()
+    assert len(longer["host_ms"]) > FEWEST_RUNS
+    assert machine(torch.device("cpu"))["torch"] == torch.__version__
+
+
+def test_cuda_is_timed_by_events_around_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    taken = measure(lambda: order.append("call"), torch.device("cuda"), 0, 0)
+    assert order == ["call", "wait"] + FEWEST_RUNS * ["event", "call", "event", "wait"]
+    assert taken["device_ms"].tolist() == [1.5] * FEWEST_RUNS
+    assert taken["host_ms"].shape == (FEWEST_RUNS,)
+
+
+def test_work_on_the_cpu_is_seen_and_waiting_for_a_device_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that sleeps has no CPU, as one whose CPU does other work."""
+    cpu = torch.device("cpu")
+    assert measure(lambda: time.sleep(0.005), cpu, 0, 0)["busy"][0] > 0.5
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # a system without /proc
+    assert measure(lambda: time.sleep(0.005), cpu, 0, 0)["busy"][0] > 0.5
+    assert _waited_s(torch.device("cuda")).tolist() == [0.0, 0.0]
+
+
+def test_the_kernel_says_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number, waited_ns in enumerate((1_500_000_000, 500_000_000)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "schedstat").write_text(f"7000000000 {waited_ns} 12\n")
+    (tmp_path / "ended").mkdir()
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda _, pattern: glob(tmp_path, pattern))
+    assert _waited_s(torch.device("cuda")).tolist() == [0.0, 2.0]

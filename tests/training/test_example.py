@@ -48,10 +48,9 @@ class Crepe(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("elastic_segmentation", "--scenes 16"), ("elastic_pitch", "")],
+    ("name", "options"), [("elastic_segmentation", "--scenes 16"), ("elastic_pitch", "")]
 )
-def test_a_short_distillation_of_pixels_and_of_sound(
+def test_short_distillations(
     name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torchcrepe, real = ModuleType("torchcrepe"), subnetact.profile_latency

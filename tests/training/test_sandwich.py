@@ -10,18 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subnetact import (
-    Axis,
-    SubnetNorm,
-    SubnetSpace,
-    SubnetSpec,
-    Supernet,
-    WeightSlice,
-    insert_,
-)
+from subnetact import SubnetSpec, Supernet
 from subnetact.errors import InsertError, SpecError
 from subnetact.training import sandwich_step
 
@@ -37,16 +30,12 @@ class Net(nn.Module):
         return self.head(F.relu(self.bn(self.conv(x))).mean((2, 3)))  # type: ignore[no-any-return]
 
 
-def new_supernet(seed: int = 0) -> Supernet:
-    torch.manual_seed(seed)
-    axis = Axis.uniform("width", ["all"], [2, 4, 6, 8])
-    space = SubnetSpace("net", [axis], lambda values: {"width": values["width"][0]})
-    elastic = {
-        "conv": WeightSlice.on(out="width"),
-        "bn": SubnetNorm.on(channels="width"),
-        "head": WeightSlice.on(in_="width"),
-    }
-    return insert_(Net().eval(), space, elastic).train()
+PARTS = {"conv": "out", "bn": "norm", "head": "in"}
+
+
+def new_supernet(network: type[Net] = Net, **more: str) -> Supernet:
+    torch.manual_seed(0)
+    return one_width(network(), {**PARTS, **more}, [2, 4, 6, 8], "net").train()
 
 
 def data(n: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -80,7 +69,7 @@ def by_hand(x: Tensor, labels: Tensor, widths: list[int], alpha: float) -> dict[
 
 
 def widths_of(specs: Any) -> list[int]:
-    return [dict(spec.values)["width"][0] for spec in specs]
+    return [dict(spec.values)["w"][0] for spec in specs]
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25, 0.0])
@@ -93,26 +82,6 @@ def test_gradients_are_those_of_the_losses_by_hand(alpha: float) -> None:
     expected = by_hand(x, labels, widths, alpha)
     for name, grad in gradients(supernet).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_accumulate_over_batches() -> None:
-    supernet = new_supernet()
-    expected: dict[str, Tensor] = {}
-    for seed in (1, 2):
-        x, labels = data(seed=seed)
-        sandwich_step(supernet, x, labels, rng=random.Random(0), random_subnets=0)
-        for name, grad in by_hand(x, labels, [8, 2], 1.0).items():
-            expected[name] = expected.get(name, torch.zeros_like(grad)) + grad
-    for name, grad in gradients(supernet).items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def test_processes_with_other_draws_train_as_many_subnets() -> None:
-    supernet, (x, labels) = new_supernet(), data()
-    draws = [random.Random(seed) for seed in range(8)]
-    counts = {len(sandwich_step(supernet, x, labels, rng=rng, random_subnets=1)) for rng in draws}
-    assert counts == {3}  # Forwards of a sharded network wait for those of the other processes.
-    assert len(sandwich_step(supernet, x, labels, rng=draws[0], random_subnets=9)) == supernet.space.size()
 
 
 def test_a_teacher_of_its_own_teaches_all_subnets() -> None:
@@ -134,7 +103,7 @@ def test_a_teacher_of_its_own_teaches_all_subnets() -> None:
 
 def test_chosen_subnets_and_an_own_loss_and_backward() -> None:
     supernet, (x, labels) = new_supernet(), data()
-    chosen = [supernet.space.spec(width=[w]) for w in (6, 4)]
+    chosen = [supernet.space.spec(w=[w]) for w in (6, 4)]
     seen: list[float] = []
 
     def backward(loss: Tensor) -> None:
@@ -151,7 +120,7 @@ def test_chosen_subnets_and_an_own_loss_and_backward() -> None:
     assert float(supernet.network.conv.weight.grad[6:].abs().max()) == 0.0  # type: ignore[union-attr, operator, index]
 
 
-def test_it_works_under_autocast() -> None:
+def test_it_works_under_autocast_and_with_as_many_subnets_in_every_process() -> None:
     supernet, (x, labels) = new_supernet(), data()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = sandwich_step(supernet, x, labels, rng=random.Random(0))
@@ -159,24 +128,16 @@ def test_it_works_under_autocast() -> None:
     for name, grad in gradients(supernet).items():
         assert grad.dtype == torch.float32
         torch.testing.assert_close(grad, expected[name], rtol=0.2, atol=0.02)
-
-
-def test_a_few_steps_learn() -> None:
-    supernet, (x, labels) = new_supernet(), data(64)
-    optimizer = torch.optim.AdamW(supernet.parameters(), lr=0.02)
-    rng, means = random.Random(0), []
-    for _ in range(150):
-        optimizer.zero_grad()
-        losses = sandwich_step(supernet, x, labels, rng=rng, distillation=0.5)
-        means.append(sum(losses.values()) / len(losses))
-        optimizer.step()
-    assert sum(means[-5:]) < 0.8 * sum(means[:5])
+    draws = [random.Random(seed) for seed in range(8)]
+    counts = {len(sandwich_step(supernet, x, labels, rng=rng, random_subnets=1)) for rng in draws}
+    assert counts == {3}  # Forwards of a sharded network wait for those of the other processes.
+    assert len(sandwich_step(supernet, x, labels, rng=draws[0], random_subnets=9)) == supernet.space.size()
 
 
 def test_bad_arguments_change_nothing() -> None:
     supernet, (x, labels) = new_supernet(), data()
     rng = random.Random(0)
-    foreign = SubnetSpec("other", (("width", (8,)),))
+    foreign = SubnetSpec("other", (("w", (8,)),))
     for options, message in (
         ({"distillation": 1.5}, "distillation"),
         ({"random_subnets": -1}, "random_subnets"),
@@ -194,63 +155,38 @@ def test_bad_arguments_change_nothing() -> None:
         sandwich_step(Net(), x, labels, rng=rng)  # type: ignore[arg-type]
 
 
-def test_outputs_without_scores_need_no_distillation() -> None:
-    class Regression(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).sum(1)
+class Regression(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum(1)
 
-    supernet = new_supernet()
-    regression = Regression().eval()
-    sn = insert_(
-        regression,
-        supernet.space,
-        {
-            "conv": WeightSlice.on(out="width"),
-            "bn": SubnetNorm.on(channels="width"),
-            "head": WeightSlice.on(in_="width"),
-        },
-    ).train()
-    x, _ = data()
+
+class Heads(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"classes": super().forward(x)}
+
+
+def of_classes(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output["classes"], labels)
+
+
+@pytest.mark.parametrize(("network", "loss"), [(Regression, F.mse_loss), (Heads, of_classes)])
+def test_outputs_that_are_no_scores_need_no_distillation(network: type[Net], loss: Any) -> None:
+    supernet, (x, labels) = new_supernet(network), data()
+    given: dict[str, Any] = {"rng": random.Random(0), "loss": loss}
+    target = labels.float() if network is Regression else labels
     with pytest.raises(SpecError, match=r"distillation=0\.0"):
-        sandwich_step(sn, x, torch.zeros(8), rng=random.Random(0), loss=F.mse_loss)
-    found = sandwich_step(sn, x, torch.zeros(8), rng=random.Random(0), loss=F.mse_loss, distillation=0.0)
-    assert len(found) >= 2
-
-
-def test_a_dictionary_of_outputs_needs_no_distillation() -> None:
-    class Heads(Net):
-        def forward(self, x: Tensor) -> Any:
-            return {"classes": super().forward(x)}
-
-    def own(output: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(output["classes"], labels)
-
-    supernet = new_supernet()
-    elastic = {
-        "conv": WeightSlice.on(out="width"),
-        "bn": SubnetNorm.on(channels="width"),
-        "head": WeightSlice.on(in_="width"),
-    }
-    heads = insert_(Heads().eval(), supernet.space, elastic).train()
-    x, labels = data()
-    with pytest.raises(SpecError, match=r"distillation=0\.0"):
-        sandwich_step(heads, x, labels, rng=random.Random(0), loss=own)
-    assert all(p.grad is None for p in heads.parameters())
-    assert sandwich_step(heads, x, labels, rng=random.Random(0), loss=own, distillation=0.0)
+        sandwich_step(supernet, x, target, **given)
+    assert not gradients(supernet)
+    assert len(sandwich_step(supernet, x, target, distillation=0.0, **given)) >= 2
 
 
 def test_an_output_whose_tensors_cannot_be_detached_is_refused_in_words() -> None:
-    x, labels = data()
+    (x, labels), categorical = data(), torch.distributions.Categorical
+    given: dict[str, Any] = {"rng": random.Random(0), "output": lambda scores: categorical(logits=scores)}
+    given["loss"] = lambda found, labels: -found.log_prob(labels).mean()
+    given["divergence"] = lambda found, wanted: torch.distributions.kl_divergence(wanted, found).mean()
     with pytest.raises(SpecError, match="Categorical keeps the gradients of the teacher"):
-        sandwich_step(
-            new_supernet(),
-            x,
-            labels,
-            rng=random.Random(0),
-            loss=lambda found, labels: -found.log_prob(labels).mean(),
-            divergence=lambda found, wanted: torch.distributions.kl_divergence(wanted, found).mean(),
-            output=lambda scores: torch.distributions.Categorical(logits=scores),
-        )
+        sandwich_step(new_supernet(), x, labels, **given)
 
 
 def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
@@ -279,31 +215,23 @@ def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
+class Auxiliary(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        features = F.relu(self.bn(self.conv(x))).mean((2, 3))
+        scores = self.head(features)
+        return (scores, self.aux(features)) if self.training else scores
+
+
 def test_a_branch_that_only_training_runs_is_named() -> None:
-    class Auxiliary(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.aux = nn.Linear(8, 5)
-
-        def forward(self, x: Tensor) -> Any:
-            features = F.relu(self.bn(self.conv(x))).mean((2, 3))
-            scores = self.head(features)
-            return (scores, self.aux(features)) if self.training else scores
-
-    supernet = new_supernet()
-    elastic = {
-        "conv": WeightSlice.on(out="width"),
-        "bn": SubnetNorm.on(channels="width"),
-        "head": WeightSlice.on(in_="width"),
-    }
-    branched = insert_(Auxiliary().eval(), supernet.space, elastic).train()
     x, labels = data()
     message = r"although the first one does: aux \(Linear\).*an auxiliary classifier.*\(fixed=\.\.\.\)"
     with pytest.raises(InsertError, match=message):
-        sandwich_step(branched, x, labels, rng=random.Random(0))
-    described = {**elastic, "aux": WeightSlice.on(in_="width")}
-    whole = insert_(Auxiliary().eval(), supernet.space, described).train()
-    assert sandwich_step(whole, x, labels, rng=random.Random(0))
+        sandwich_step(new_supernet(Auxiliary), x, labels, rng=random.Random(0))
+    assert sandwich_step(new_supernet(Auxiliary, aux="in"), x, labels, rng=random.Random(0))
 
 
 class Tokens(nn.Module):
@@ -319,9 +247,8 @@ class Tokens(nn.Module):
 
 def test_scores_of_tokens_are_distilled_over_their_classes() -> None:
     torch.manual_seed(0)
-    space = SubnetSpace("tokens", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"w": v["width"][0]})
-    elastic = {"first": WeightSlice.on(out="w"), "second": WeightSlice.on(in_="w")}
-    supernet = insert_(Tokens(), space, elastic).train()
+    supernet = one_width(Tokens(), {"first": "out", "second": "in"}, [2, 8]).train()
+    space = supernet.space
     x, target = torch.randn(3, 5, 4), torch.randint(6, (3, 5))
 
     def loss(scores: Tensor, wanted: Tensor) -> Tensor:

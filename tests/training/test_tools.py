@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_decoders import small_decoder
 
-import subnetact
+from subnetact import insert_
 from subnetact.errors import TrainingError
 from subnetact.training import SandwichTraining
 
@@ -164,9 +164,7 @@ def test_a_checkpoint_of_other_subnets_is_refused_where_a_trainer_goes_on(tmp_pa
 
     def trained(choices: tuple[float, ...], resumes: bool) -> None:
         example = {"input_ids": rows[0]["input_ids"][None], "use_cache": False}
-        supernet = subnetact.insert_(
-            small_decoder("LlamaConfig"), example=example, axes=("ffn",), choices=choices
-        )
+        supernet = insert_(small_decoder("LlamaConfig"), example=example, axes=("ffn",), choices=choices)
         made = trainer(model=supernet.network, args=options, train_dataset=rows, random_subnets=0)
         made.train(resume_from_checkpoint=resumes)
 

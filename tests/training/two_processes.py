@@ -5,11 +5,12 @@ It accumulates two batches before the gradients are averaged.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import distributed
@@ -17,13 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from subnetact.training import sandwich_step
 
-path = Path(__file__).parent / "test_sandwich.py"
-spec = importlib.util.spec_from_file_location("sandwich", path)
-assert spec is not None
-assert spec.loader is not None
-sandwich = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sandwich)
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sandwich = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_sandwich.py"))))
 store, rank, result = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

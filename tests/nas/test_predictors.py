@@ -1,9 +1,11 @@
-"""The accuracy predictors against upstream's own."""
+"""Predictors and `evaluate`, against upstream's predictors, laws to be found, and counts by hand."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import random
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -12,13 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_families import small_supernet
 from torch import nn
 
 import subnetact
+import subnetact.costs
 import subnetact.nas
 from ofa_adapters import encode, load
+from subnetact import SubnetSpec, calibrate, evaluate
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import CheckpointError, ForeignSpec, SearchError, SpecError
+from subnetact.errors import CheckpointError, ForeignSpec, MissingExtra, SearchError, SpecError
+from subnetact.nas.prediction_error import require_scipy
+from subnetact.supernet.supernet import Supernet
 
 SIZES = [128, 144, 160, 176, 192, 224, 240, 256]
 
@@ -127,3 +134,85 @@ def test_what_is_no_predictor_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     other = subnetact.nas.AccuracyPredictor(lambda _: np.zeros(82), 128)
     with pytest.raises(SpecError, match="reads 128 features"):
         other(space.smallest())
+
+
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3"])
+def test_latencies_that_follow_a_law_are_predicted(family: str) -> None:
+    supernet = small_supernet(family)
+    costs = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 64, 64))
+
+    def law(spec: SubnetSpec) -> float:
+        cost = costs(spec)
+        return 0.3 + cost.macs / 2e7 + cost.activation_bytes / 1e6
+
+    rng = random.Random(1)
+    specs = list({supernet.space.sample(rng) for _ in range(60)})
+    measured = [law(spec) for spec in specs]
+    predictor = subnetact.nas.LatencyPredictor.fit(costs, specs, measured, batch_size=4)
+    assert predictor.batch_size == 4
+    assert predictor.error.mean_percent < 1.0
+    assert predictor.error.rank_correlation > 0.99
+    assert predictor.error.test == len(specs) > predictor.error.train > 0.7 * len(specs)
+    fresh = [supernet.space.sample(rng) for _ in range(20)]
+    np.testing.assert_allclose([predictor(spec) for spec in fresh], [law(spec) for spec in fresh], rtol=0.05)
+    assert (predictor.weights >= 0).all()
+    assert "rank correlation" in str(predictor.error)
+
+
+def test_the_reported_error_is_that_of_unseen_subnets(digits: Supernet) -> None:
+    rng = np.random.default_rng(0)
+    specs = list({digits.space.sample(rng) for _ in range(60)})
+    noise = rng.uniform(1, 3, len(specs))
+    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
+    error = subnetact.nas.LatencyPredictor.fit(costs, specs, noise).error
+    assert error.mean_percent > 20
+    assert error.rank_correlation < 0.5
+    assert error.worst_percent > error.mean_percent
+
+
+def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
+    specs = [digits.space.sample(seed) for seed in range(20)]
+    fit = partial(
+        subnetact.nas.LatencyPredictor.fit, subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
+    )
+    for given, ms, words in (
+        (specs, [1.0], "one positive number"),
+        (specs, [0.0] * 20, "one positive number"),
+        (specs, [float("nan")] * 20, "one positive number"),
+        (specs[:1] * 20, [1.0] * 20, "distinct"),
+    ):
+        with pytest.raises(SearchError, match=words):
+            fit(given, ms)
+
+
+def test_without_scipy_the_error_names_the_extra(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [digits.space.sample(seed) for seed in range(20)]
+    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
+        subnetact.nas.LatencyPredictor.fit(costs, specs, [1.0] * len(specs))
+    with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
+        require_scipy()
+
+
+def test_evaluation_counts_right_answers(digits: Supernet) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(n, 1, 16, 16, generator=generator), torch.arange(n) % 10) for n in (20, 7)]
+    specs = [digits.space.sample(seed) for seed in (1, 2)]
+    found = evaluate(digits, specs, batches, calibration=[batches[0][0]])
+    assert not len(digits.norms)
+    calibrate(digits, specs[1:], [batches[0][0]])
+    assert evaluate(digits, specs, batches, calibration=[batches[0][0]]) == found
+    assert list(digits.norms) == specs[1:]
+    calibrate(digits, specs[:1], [batches[0][0]])
+    expected = []
+    for spec in specs:
+        network = digits.extract(spec)
+        with torch.no_grad():
+            right = sum(int((network(x).argmax(1) == y).sum()) for x, y in batches)
+        expected.append(100 * right / 27)
+    assert found == pytest.approx(expected)
+    assert evaluate(digits, specs[1:], batches) == pytest.approx(expected[1:])
+    for wrong in ([], [torch.zeros(2, 1, 16, 16)], [(torch.zeros(2, 1, 16, 16), torch.zeros(3))]):
+        with pytest.raises(SpecError, match="batch"):
+            evaluate(digits, specs, wrong)
