@@ -109,18 +109,11 @@ def test_a_request_whose_replica_died_is_sent_once_more_with_the_time_that_is_le
     assert ask(client, deadline_ms=5000.0)[0].met
     assert [call["left_ms"] for call in replicas.calls] == pytest.approx([5000.0, 4900.0])
     assert ended(client) == {"met": 1, "retried": 1}
-
-
-def test_there_is_no_second_try_after_the_deadline(clock):
     replicas = Replicas(0.1, Lost(), clock=clock)
     client = client_of(replicas, clock_ms=clock)
     with pytest.raises(DeadlinePassed, match="died"):
         ask(client, deadline_ms=50.0)
-    assert len(replicas.calls) == 1
-    assert ended(client) == {"dropped": 1, "retried": 1}
-
-
-def test_a_request_that_kills_two_replicas_fails():
+    assert (len(replicas.calls), ended(client)) == (1, {"dropped": 1, "retried": 1}), "no time is left"
     client = client_of(Replicas(Lost(), Lost()))
     with pytest.raises(BatchFailed, match="two replicas died"):
         ask(client)

@@ -16,6 +16,7 @@ import torch
 from generation_tables import ACCURACY, step_table
 from held_steps import Clock, Gate, steer
 
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -34,6 +35,8 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
 pytest.importorskip("transformers")
+Alone = Callable[[list[int], tuple[int, ...]], list[int]]
+Make = Callable[..., Generator]
 LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
 LATE = {"first_ms": 1e-3, "token_ms": 1e-3}
 """Nothing is in time, so that the fastest subnet that is accurate enough runs."""
@@ -46,7 +49,7 @@ def prompts(number: int) -> list[list[int]]:
 
 
 @pytest.fixture
-def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterator[Callable[..., Generator]]:
+def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterator[Make]:
     """Return a function that makes a generator, which is closed after the test."""
     made: list[Generator] = []
 
@@ -64,7 +67,7 @@ def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterato
 
 
 def test_a_fixed_subnet_generates_what_transformers_does(
-    llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
+    llama: Supernet, widths: list[SubnetSpec], make: Make
 ) -> None:
     for subnet, spec in enumerate(widths):
         plain: Any = llama.extract(spec)
@@ -80,9 +83,7 @@ def test_a_fixed_subnet_generates_what_transformers_does(
 
 @pytest.mark.parametrize("cache_tokens", [16_384, 160])
 def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
-    make: Callable[..., Generator],
-    alone: Callable[[list[int], tuple[int, ...]], list[int]],
-    cache_tokens: int,
+    make: Make, alone: Alone, cache_tokens: int
 ) -> None:
     generator = make(
         choose=partial(random.Random(0).randrange, 3), max_sequences=8, cache_tokens=cache_tokens
@@ -106,7 +107,7 @@ def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
 
 
 def test_generators_beside_each_other_leave_the_network_as_it_was(
-    llama: Supernet, make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+    llama: Supernet, make: Make, alone: Alone
 ) -> None:
     before, (prompt,) = dict(vars(llama.network.config)), prompts(1)
     expected = alone(prompt, (2,) * 12)
@@ -118,9 +119,7 @@ def test_generators_beside_each_other_leave_the_network_as_it_was(
     assert all(list(one.result().tokens[:12]) == expected for one in running)
 
 
-def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
-    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
-) -> None:
+def test_tokens_come_one_by_one_and_stop_at_a_stop_token(make: Make, alone: Alone) -> None:
     generator = make()
     prompt = prompts(1)[0]
     completion = generator.submit(prompt, max_new_tokens=12, **LONG)
@@ -133,9 +132,7 @@ def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
     assert answer.finish == "stop"
 
 
-def test_a_client_that_leaves_ends_its_request_and_no_other(
-    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
-) -> None:
+def test_a_client_that_leaves_ends_its_request_and_no_other(make: Make, alone: Alone) -> None:
     generator = make(choose=lambda: 1)
     first, second = prompts(2)
     leaving = generator.submit(first, max_new_tokens=100, **LONG)
@@ -154,9 +151,7 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
 
 
 def test_a_client_that_leaves_while_a_step_is_put_together_changes_no_other_answer(
-    make: Callable[..., Generator],
-    alone: Callable[[list[int], tuple[int, ...]], list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make(choose=lambda: 1)
     gate = Gate(generator, monkeypatch)
@@ -177,9 +172,7 @@ def test_a_client_that_leaves_while_a_step_is_put_together_changes_no_other_answ
     assert leaving.result(60).tokens == tuple(alone(first, (1,) * 3))
 
 
-def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
-    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
-) -> None:
+def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(make: Make, alone: Alone) -> None:
     generator = make()
     first, second = prompts(2)
     sampled = [generator.submit(first, max_new_tokens=20, temperature=3.0, **LONG) for _ in range(4)]
@@ -195,7 +188,7 @@ def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
         assert list(cold.result(60).tokens) == expected
 
 
-def test_a_seed_decides_what_is_drawn_whatever_else_is_in_the_steps(make: Callable[..., Generator]) -> None:
+def test_a_seed_decides_what_is_drawn_whatever_else_is_in_the_steps(make: Make) -> None:
     first, second = prompts(2)
     warm: dict[str, Any] = {"max_new_tokens": 20, "temperature": 2.0, **LONG}
     drawn = [make(seed=i).submit(first, seed=7, **warm).result(60).tokens for i in range(2)]
@@ -224,7 +217,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
 
 
 def test_log_probabilities_are_those_of_the_model(
-    llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
+    llama: Supernet, widths: list[SubnetSpec], make: Make
 ) -> None:
     generator = make(choose=lambda: 1, step_tokens=6)
     plain: Any = llama.extract(widths[1])
@@ -253,7 +246,7 @@ def test_log_probabilities_are_those_of_the_model(
 
 
 def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     generator = make(max_sequences=1, clock_ms=clock)
@@ -283,9 +276,7 @@ def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
 
 
 def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
-    make: Callable[..., Generator],
-    monkeypatch: pytest.MonkeyPatch,
-    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+    make: Make, monkeypatch: pytest.MonkeyPatch, alone: Alone
 ) -> None:
     clock, prompt = Clock(), prompts(1)[0]
     generator = make(clock_ms=clock, choose=lambda: 1, expired="serve", watchdog_ms=2e3)
@@ -319,7 +310,7 @@ def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_closing_does_not_wait_for_a_step_that_hangs(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, wait: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     clock = Clock()
     generator = make(clock_ms=clock)
@@ -339,7 +330,7 @@ def test_closing_does_not_wait_for_a_step_that_hangs(
     assert not generator.stats().up
 
 
-def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_dies_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = make()
     assert generator.stats().up
     monkeypatch.setattr(generator._loop, "refresh", lambda: 1 / 0)
@@ -350,7 +341,7 @@ def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: p
 
 
 def test_steps_that_a_demanding_request_lifts_are_counted(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make(expired="serve")
     alone = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LATE).result(60)
@@ -368,9 +359,7 @@ def test_steps_that_a_demanding_request_lifts_are_counted(
 
 
 def test_phases_switch_subnets_at_a_token_or_a_count(
-    widths: list[SubnetSpec],
-    make: Callable[..., Generator],
-    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+    widths: list[SubnetSpec], make: Make, alone: Alone
 ) -> None:
     generator = make()
     given = prompts(8)
@@ -430,9 +419,7 @@ def test_a_phase_whose_cache_is_exact_answers_as_its_subnet_from_the_beginning(l
         ([Phase(end=3, subnets=0), Phase()], "none of its subnets has the minimum accuracy"),
     ],
 )
-def test_phases_without_a_meaning_are_refused(
-    make: Callable[..., Generator], phases: Any, words: str
-) -> None:
+def test_phases_without_a_meaning_are_refused(make: Make, phases: Any, words: str) -> None:
     floor = 45.0 if "minimum" in words else 0.0
     generator = make()
     with pytest.raises(InvalidRequest, match=words):
@@ -441,7 +428,7 @@ def test_phases_without_a_meaning_are_refused(
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make()
     forward, failing = generator._loop._decoder.forward, threading.Event()
@@ -461,7 +448,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
     assert generator.stats().failed == 1
 
 
-def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Generator]) -> None:
+def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Make) -> None:
     generator = make(expired="serve")
     answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LATE).result(60)
     assert set(answer.subnets) == {1}
@@ -496,6 +483,11 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
         ([1], {"stop": 5}, "stop: 5 is no list"),
         ([1], {"stop": None}, "stop: None is no list"),
         ([1], {"token_ms": float("nan")}, "token_ms: nan"),
+        *(
+            ([1], {name: ms}, f"{name}: .* finite and > 0")
+            for name in ("first_ms", "token_ms", "deadline_ms")
+            for ms in (0.0, -1.0, float("inf"), -float("inf"))
+        ),
         ([1], {"min_accuracy": float("nan")}, "min_accuracy"),
         ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
         ([1], {"first_ms": "soon"}, "first_ms"),
@@ -504,7 +496,7 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
     ],
 )
 def test_what_cannot_be_generated_is_refused_at_once(
-    make: Callable[..., Generator], prompt: Any, options: dict[str, Any], words: str
+    make: Make, prompt: Any, options: dict[str, Any], words: str
 ) -> None:
     generator = make()
     with pytest.raises(InvalidRequest, match=words):
@@ -512,16 +504,7 @@ def test_what_cannot_be_generated_is_refused_at_once(
     assert generator.stats().requests == 0
 
 
-@pytest.mark.parametrize("name", ["first_ms", "token_ms", "deadline_ms"])
-@pytest.mark.parametrize("time_ms", [0.0, -1.0, float("inf"), -float("inf")])
-def test_a_time_that_is_not_finite_or_over_is_refused(
-    make: Callable[..., Generator], name: str, time_ms: float
-) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}: .* finite and > 0"):
-        make().submit([1], **{name: time_ms})
-
-
-def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., Generator]) -> None:
+def test_too_many_requests_and_a_closed_generator_are_told(make: Make) -> None:
     generator = make(max_queue=3)
     running = [generator.submit([1, 2], max_new_tokens=100, **LONG) for _ in range(3)]
     with pytest.raises(QueueFull):
@@ -540,7 +523,7 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     assert last.result().finish == "length"
 
 
-def test_subnets_whose_caches_differ_need_permission(
+def test_subnets_whose_caches_differ_need_permission_and_other_models_are_refused(
     llama: Supernet, widths: list[SubnetSpec], table: StepTable
 ) -> None:
     with pytest.raises(CacheMismatch, match="allow_approximate=True"):
@@ -549,6 +532,10 @@ def test_subnets_whose_caches_differ_need_permission(
     both = step_table([short.key, widths[-1].key], (40.0, 50.0))
     with pytest.raises(CacheMismatch, match="incompatible"):
         Generator(llama, [short, widths[-1]], both, token_ms=50.0, allow_approximate=True)
+    digits = new_digits_supernet().eval()
+    specs = digits.space.sample(0, 3)
+    with pytest.raises(InsertError, match="no language model"):
+        Generator(digits, specs, step_table([s.key for s in specs]), token_ms=50.0, allow_approximate=True)
 
 
 @pytest.mark.parametrize(
@@ -567,20 +554,10 @@ def test_subnets_whose_caches_differ_need_permission(
     ],
 )
 def test_arguments_out_of_range_are_refused(
-    make: Callable[..., Generator], options: dict[str, Any], error: type[Exception], words: str
+    make: Make, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         make(**options)
-
-
-def test_only_language_models_generate(table: StepTable) -> None:
-    from subnetact.digits import new_digits_supernet
-
-    digits = new_digits_supernet().eval()
-    specs = digits.space.sample(0, 3)
-    with pytest.raises(InsertError, match="no language model"):
-        Generator(digits, specs, step_table([s.key for s in specs]), token_ms=50.0, allow_approximate=True)
-    assert table.subnets
 
 
 def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) -> None:
@@ -625,9 +602,7 @@ def test_a_completion_tells_what_has_come_and_how_it_ended() -> None:
         completion.result()
 
 
-def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(
-    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
-) -> None:
+def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(make: Make, alone: Alone) -> None:
     given = prompts(6)
     expected = [alone(prompt, (2,) * 9) for prompt in given]
 
@@ -663,11 +638,7 @@ def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(
 
 @pytest.mark.parametrize("several", [False, True])
 def test_the_end_tokens_of_the_model_end_an_answer(
-    llama: Supernet,
-    make: Callable[..., Generator],
-    alone: Callable[[list[int], tuple[int, ...]], list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    several: bool,
+    llama: Supernet, make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
     (prompt,) = prompts(1)
     tokens = alone(prompt, (2,) * 12)
@@ -689,7 +660,7 @@ def test_the_end_tokens_of_the_model_end_an_answer(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_is_told_that_the_generator_stayed_behind(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make()
     gate = Gate(generator, monkeypatch)

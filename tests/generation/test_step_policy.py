@@ -12,11 +12,7 @@ from subnetact.generation import StepPolicy, StepTable
 
 
 @given(
-    st.floats(-20.0, 200.0),
-    st.integers(1, 16),
-    st.integers(1, 200),
-    st.integers(0, 100),
-    st.floats(0.2, 5.0),
+    st.floats(-20.0, 200.0), st.integers(1, 16), st.integers(1, 200), st.integers(0, 100), st.floats(0.2, 5.0)
 )
 def test_a_step_is_in_time_if_any_subnet_is(
     slack: float, sequences: int, context: int, prompt: int, slowdown: float

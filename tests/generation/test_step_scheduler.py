@@ -122,11 +122,7 @@ def outcome_of(completion: Any) -> Generated | str:
 
 @pytest.mark.parametrize("expired", ["drop", "serve"])
 def test_the_generator_does_what_the_simulation_predicts(
-    llama: Supernet,
-    widths: list[SubnetSpec],
-    table: StepTable,
-    monkeypatch: pytest.MonkeyPatch,
-    expired: str,
+    llama: Supernet, widths: list[SubnetSpec], table: StepTable, monkeypatch: pytest.MonkeyPatch, expired: str
 ) -> None:
     prompts, clock = trace(1), Clock()
     clock.now_ms = 0.0

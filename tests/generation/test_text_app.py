@@ -23,8 +23,9 @@ from subnetact.serve.text_app import build_text_app
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-TOKEN = "a-token-of-the-tests"
 LONG = {"slo_ttft_ms": 60_000.0}
+Alone = Callable[..., list[int]]
+WaitFor = Callable[..., None]
 
 
 class Characters:
@@ -43,7 +44,7 @@ class Characters:
 class Served:
     """A text server on a free port."""
 
-    def __init__(self, generator: Generator, wait_for: Callable[..., None], **options: Any) -> None:
+    def __init__(self, generator: Generator, wait_for: WaitFor, **options: Any) -> None:
         self.generator = generator
         self.tokenizer = Characters()
         app = build_text_app(generator, self.tokenizer, name="tiny", **options)
@@ -75,9 +76,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def make(
-    llama: Supernet, widths: list[SubnetSpec], wait_for: Callable[..., None]
-) -> Iterator[Callable[..., Served]]:
+def make(llama: Supernet, widths: list[SubnetSpec], wait_for: WaitFor) -> Iterator[Callable[..., Served]]:
     """Return a function that makes a server of the widest subnet, which is closed at the end."""
     from generation_tables import step_table
 
@@ -108,16 +107,14 @@ def served(make: Callable[..., Served]) -> Served:
     return make()
 
 
-def expected(alone: Callable[..., list[int]], prompt: str, tokens: int) -> str:
+def expected(alone: Alone, prompt: str, tokens: int) -> str:
     """Return the answer to a prompt."""
     tokenizer = Characters()
     return tokenizer.decode(alone(tokenizer.encode(prompt), (2,) * tokens), skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_phases_of_a_body_choose_the_subnets(
-    served: Served, alone: Callable[..., list[int]], stream: bool
-) -> None:
+def test_phases_of_a_body_choose_the_subnets(served: Served, alone: Alone, stream: bool) -> None:
     tokenizer = Characters()
     prompt = tokenizer.encode("Hello")
     small = alone(prompt, (0,) * 4)
@@ -149,52 +146,8 @@ def test_phases_of_a_body_choose_the_subnets(
         assert answer["error"]["param"] in ("phases", None)
 
 
-def test_openais_client_gets_the_answer_whole_and_streamed(
-    served: Served, alone: Callable[..., list[int]], request: pytest.FixtureRequest
-) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
-    request.addfinalizer(client.close)
-    text = expected(alone, "Hello", 12)
-    whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=12)
-    assert whole.choices[0].text == text
-    assert whole.choices[0].finish_reason == "length"
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
-    pieces = list(client.completions.create(model="tiny", prompt="Hello", max_tokens=12, stream=True))
-    assert "".join(piece.choices[0].text for piece in pieces) == text
-    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
-    assert len(pieces) > 3
-    messages = [{"role": "system", "content": "Hel"}, {"role": "user", "content": "lo"}]
-    chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=12)
-    plain = "system: Hel\nuser: lo\nassistant:"
-    assert chat.choices[0].message.content == expected(alone, plain, 12)
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=messages,
-        max_tokens=12,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_headers={"x-slo-ttft-ms": "60000", "x-min-accuracy": "40"},
-    )
-    chunks = list(stream)
-    assert (
-        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        == chat.choices[0].message.content
-    )
-    assert chunks[-1].usage.completion_tokens == 12
-    two = client.completions.create(model="tiny", prompt="Hello", max_tokens=12, n=2)
-    assert [choice.text for choice in two.choices] == [text, text]
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        client.completions.create(model="tiny", prompt="Hello", max_tokens=0)
-    with pytest.raises(openai.NotFoundError, match="tiny"):
-        client.completions.create(model="other", prompt="Hello")
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_texts_that_end_an_answer_are_not_shown(
-    served: Served, alone: Callable[..., list[int]], stream: bool
-) -> None:
+def test_texts_that_end_an_answer_are_not_shown(served: Served, alone: Alone, stream: bool) -> None:
     text = expected(alone, "Hello", 20)
     stop = text[6:9]
     body = {"prompt": "Hello", "max_tokens": 20, "stop": [stop, "never seen"], "stream": stream}
@@ -210,9 +163,7 @@ def test_texts_that_end_an_answer_are_not_shown(
     assert (shown, finish) == (text[: text.index(stop)], "stop")
 
 
-def test_a_client_that_leaves_in_mid_stream_ends_its_request(
-    served: Served, wait_for: Callable[..., None]
-) -> None:
+def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served, wait_for: WaitFor) -> None:
     wait_for(lambda: not served.generator.stats().active, 60)  # for answers that end early
     before = served.generator.stats()
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
@@ -230,7 +181,7 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_first_token_ends_its_request(
-    make: Callable[..., Served], wait_for: Callable[..., None], monkeypatch: pytest.MonkeyPatch, stream: bool
+    make: Callable[..., Served], wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     served = make()
     gate = Gate(served.generator, monkeypatch)
@@ -270,86 +221,60 @@ def test_a_server_without_steps_is_not_healthy(
     assert served.call("/healthz")[0] == 503
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        (b"{", 400, "not JSON"),
-        (b"\xff\xfe", 400, "not JSON"),
-        (b"[" * 100_000, 400, "not JSON"),
-        (b'{"prompt": "a", "temperature": NaN}', 400, "not JSON"),
-        (b'{"prompt": "a", "deadline_ms": Infinity}', 400, "not JSON"),
-        (b'{"prompt": "a", "deadline_ms": 1e999}', 400, "not JSON"),
-        ([1], 400, "body: got [1]"),
-        ({}, 400, "prompt"),
-        ({"prompt": 3}, 400, "prompt"),
-        ({"prompt": ""}, 400, "empty"),
-        ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 2 answers to 33 prompts"),
-        ({"prompt": [1, 2, 97]}, 400, "token 2 is 97"),
-        ({"prompt": "a", "n": 0}, 400, "n: got 0"),
-        ({"prompt": "a", "n": 65}, 400, "n: got 65"),
-        ({"prompt": "a", "n": True}, 400, "n: got True"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
-        (
-            {"prompt": "a", "frequency_penalty": 0.1},
-            400,
-            "frequency_penalty: this server supports no other value than 0",
-        ),
-        (
-            {"prompt": "a", "frequency_penalty": False},
-            400,
-            "frequency_penalty: this server supports no other value than 0",
-        ),
-        ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
-        ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
-        ({"prompt": "a", "echo": True}, 400, "echo"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"prompt": "a", "seed": 0.5}, 400, "seed"),
-        ({"prompt": "a", "messages": []}, 400, "messages"),
-        ({"prompt": "a", "model": 3}, 400, "model: got 3. Input should be a valid string"),
-        (
-            {"prompt": "a", "max_tokens": "many"},
-            400,
-            "max_tokens: got 'many'. Input should be a valid integer",
-        ),
-        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 2.0}, 400, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: got 0"),
-        ({"prompt": "a", "max_completion_tokens": []}, 400, "max_completion_tokens"),
-        ({"prompt": [True]}, 400, "prompt"),
-        ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
-        ({"prompt": "a" * 200}, 400, "more than 128"),
-        (b'{"prompt": "a\\ud800"}', 400, "not JSON"),
-        ({"prompt": "a", "temperature": False}, 400, "temperature"),
-        ({"prompt": "a", "temperature": []}, 400, "temperature"),
-        ({"prompt": "a", "top_k": True}, 400, "top_k"),
-        ({"prompt": "a", "top_k": 0}, 400, "top_k"),
-        ({"prompt": "a", "top_p": {}}, 400, "top_p"),
-        ({"prompt": "a", "temperature": "high"}, 400, "temperature"),
-        ({"prompt": "a", "top_p": -1}, 400, "top_p"),
-        ({"prompt": "a", "stop": [""]}, 400, "stop"),
-        ({"prompt": "a", "stop": {"a": 1}}, 400, "stop"),
-        ({"prompt": "a", "stop": [True]}, 400, "stop"),
-        ({"prompt": "a", "stop": False}, 400, "stop"),
-        ({"prompt": "a", "stream": "yes"}, 400, "stream"),
-        ({"prompt": "a", "stream": 1}, 400, "stream"),
-        ({"prompt": "a", "stream_options": []}, 400, "stream_options"),
-        ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options"),
-        ({"prompt": "a", "stream_options": {"other": True}}, 400, "stream_options"),
-        ({"prompt": "a", "slo_ttft_ms": 0}, 400, "slo_ttft_ms: got 0. Input should be greater than 0"),
-        ({"prompt": "a", "slo_ttft_ms": True}, 400, "slo_ttft_ms"),
-        ({"prompt": "a", "deadline_ms": -1}, 400, "deadline_ms"),
-        ({"prompt": "a", "deadline_ms": 1e308}, 400, "deadline_ms: got 1e+308, the most is 3.6e+06 ms"),
-        ({"prompt": "a", "deadline_ms": 10**400}, 400, "not JSON"),
-        ({"prompt": "a", "deadline_ms": []}, 400, "deadline_ms"),
-        ({"prompt": "a", "deadline_ms": 50.0, "slo_ttft_ms": 50.0}, 400, "deadline_ms"),
-        ({"prompt": "a", "min_accuracy": 99}, 400, "min_accuracy"),
-        ({"prompt": "a", "min_accuracy": []}, 400, "min_accuracy: got []. Input should be a valid number"),
-        ({"prompt": "a", "min_accuracy": False}, 400, "min_accuracy"),
-        ({"prompt": "a", "min_accuracy": -1}, 400, "min_accuracy"),
-        ({"prompt": "a", "model": "other"}, 404, "tiny"),
-        ({"prompt": "a", "slo_ttft_ms": 0.001}, 504, "slo_ttft_ms: 0.001 ms passed"),
-    ],
-)
+REFUSED: list[tuple[Any, str]] = [
+    *((raw, "not JSON") for raw in (b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "a\\ud800"}')),
+    (b'{"prompt": "a", "temperature": NaN}', "not JSON"),
+    *((b'{"prompt": "a", "deadline_ms": %s}' % number, "not JSON") for number in (b"Infinity", b"1e999")),
+    ([1], "body: got [1]"),
+    ({}, "prompt"),
+    ({"prompt": ""}, "empty"),
+    ({"prompt": ["a"] * 33, "n": 2}, "n: 2 answers to 33 prompts"),
+    ({"prompt": [1, 2, 97]}, "token 2 is 97"),
+    ({"prompt": "a" * 200}, "more than 128"),
+    *(({"prompt": value}, "prompt") for value in (3, [True])),
+]
+"""Bodies that mean nothing as a whole, and words of the reason."""
+WRONG: dict[str, list[Any]] = {
+    "n": [0, 65, True],
+    "logit_bias": [{"5": 1}],
+    "logprobs": [6, True],
+    "echo": [True],
+    "seed": [0.5],
+    "messages": [[]],
+    "max_tokens": ["many", True, 2.0, 0],
+    "max_completion_tokens": [[]],
+    "temperature": [False, [], "high"],
+    "top_k": [True, 0],
+    "top_p": [{}, -1],
+    "stop": [[""], {"a": 1}, [True], False],
+    "stream": ["yes", 1],
+    "stream_options": [[], {"include_usage": 1}, {"other": True}],
+    "slo_ttft_ms": [True],
+    "deadline_ms": [-1, []],
+    "min_accuracy": [99, False, -1],
+}
+"""Values that fields cannot have; the reason names the field."""
+TOLD: dict[str, tuple[Any, str]] = {
+    "frequency_penalty": (False, "frequency_penalty: this server supports no other value than 0"),
+    "model": (3, "model: got 3. Input should be a valid string"),
+    "max_tokens": (10**9, "more than 128"),
+    "slo_ttft_ms": (0, "slo_ttft_ms: got 0. Input should be greater than 0"),
+    "deadline_ms": (1e308, "deadline_ms: got 1e+308, the most is 3.6e+06 ms"),
+    "min_accuracy": ([], "min_accuracy: got []. Input should be a valid number"),
+}
+"""A wrong value of a field, and what is said of it."""
+BODIES = [
+    *((body, 400, words) for body, words in REFUSED),
+    *(({"prompt": "a", name: value}, 400, name) for name, values in WRONG.items() for value in values),
+    *(({"prompt": "a", name: value}, 400, words) for name, (value, words) in TOLD.items()),
+    ({"prompt": "a", "deadline_ms": 10**400}, 400, "not JSON"),
+    ({"prompt": "a", "deadline_ms": 50.0, "slo_ttft_ms": 50.0}, 400, "deadline_ms"),
+    ({"prompt": "a", "model": "other"}, 404, "tiny"),
+    ({"prompt": "a", "slo_ttft_ms": 0.001}, 504, "slo_ttft_ms: 0.001 ms passed"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), BODIES)
 def test_what_cannot_be_answered_is_refused_with_the_reason(
     served: Served, body: Any, status: int, words: str
 ) -> None:
@@ -398,29 +323,7 @@ def test_headers_set_deadlines_and_nonsense_in_them_is_refused(served: Served) -
     assert served.call(path, body, **both, **{"x-priority": "-1"})[0] == 200
 
 
-NEUTRAL = {
-    "n": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0.0,
-    "logit_bias": {},
-    "logprobs": False,
-    "echo": False,
-    "best_of": 1,
-    "response_format": {"type": "text"},
-    "store": False,
-    "tools": [],
-    "user": "a",
-    "temperature": None,
-}
-
-
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_parameters_that_change_nothing_are_accepted(served: Served, name: str) -> None:
-    body = {"prompt": "Hello", "max_tokens": 1, name: NEUTRAL[name], **LONG}
-    assert served.call("/v1/completions", body)[0] == 200
-
-
-def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[..., list[int]]) -> None:
+def test_messages_keep_their_roles_and_parts(served: Served, alone: Alone) -> None:
     parts = [{"type": "text", "text": "lo"}, {"type": "text", "text": "!"}]
     messages = [
         {"role": "developer", "content": "Hel"},
@@ -430,44 +333,3 @@ def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[...
     status, answer = served.call("/v1/chat/completions", {"messages": messages, "max_tokens": 5, **LONG})
     plain = "developer: Hel\nassistant: so\nuser: lo!\nassistant:"
     assert (status, answer["choices"][0]["message"]["content"]) == (200, expected(alone, plain, 5))
-
-
-def test_log_probabilities_belong_to_the_tokens(served: Served, alone: Callable[..., list[int]]) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, **LONG}
-    status, answer = served.call("/v1/chat/completions", {**body, "top_logprobs": 2})
-    choice = answer["choices"][0]
-    told = choice["logprobs"]["content"]
-    assert (status, "".join(one["token"] for one in told)) == (200, choice["message"]["content"])
-    for one in told:
-        likeliest, second = one["top_logprobs"]
-        assert likeliest == {name: one[name] for name in ("token", "logprob", "bytes")}  # it is greedy
-        assert second["logprob"] <= one["logprob"] < 0
-
-
-def test_other_addresses(served: Served) -> None:
-    assert served.call("/healthz") == (200, {"status": "ok"})
-    assert served.call("/v1/completions")[0] == 405
-    assert served.call("/v1/nothing")[0] == 404
-    status, text = served.call("/metrics")
-    assert status == 200
-    assert "subnetact_generation_tokens_total" in text
-    assert 'subnet="' in text
-
-
-def test_tokens_hosts_and_a_full_queue(make: Callable[..., Served]) -> None:
-    guarded = make(tokens={TOKEN: "tests"}, allowed_hosts=["tiny.example"], max_queue=1)
-    body = {"prompt": "Hello", "max_tokens": 100}
-    named = {"Host": "tiny.example"}
-    known = {**named, "Authorization": f"Bearer {TOKEN}"}
-    assert guarded.call("/v1/completions", body, **named)[0] == 401
-    assert guarded.call("/v1/completions", body, Authorization=f"Bearer {TOKEN}")[0] == 400
-    assert guarded.call("/healthz", **named)[0] == 200
-    running = guarded.generator.submit([1, 2], max_new_tokens=120, first_ms=60_000.0)
-    status, answer = guarded.call("/v1/completions", body, **known)
-    if not running.done:
-        assert (status, answer["error"]["code"]) == (429, "QueueFull")
-    running.result(60)
-    assert guarded.call("/v1/completions", {**body, "max_tokens": 2}, **known)[0] == 200
-    guarded.generator.close()
-    status, answer = guarded.call("/v1/completions", body, **known)
-    assert (status, answer["error"]["code"]) == (503, "BatcherClosed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import inspect
+import io
 import json
 import logging
 import os
@@ -12,12 +14,12 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fake_runners import Echo
 
 from subnetact import Batcher, Engine, LatencyTable, SlackFit, calibrate
 from subnetact.digits import load_digits_supernet
@@ -41,6 +43,16 @@ def _own_log(monkeypatch):
     yield
     logging.getLogger("subnetact").setLevel(level)
     root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run the tests that are coroutines."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 class Server:
@@ -146,25 +158,16 @@ def images():
     return torch.rand(64, 1, 16, 16)
 
 
-class Gated:
-    """A runner that waits until it is let go on."""
+class Gated(Echo):
+    """Answers with copies, and fails for what is negative."""
 
-    keys = ("one",)
     sample = torch.zeros(4)
 
-    def __init__(self):
-        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
-        self.gate.set()
-
-    def check(self, x, finite=False):
-        pass
-
     def run(self, subnet, inputs, batch_size):
-        self.entered.release()
-        assert self.gate.wait(60)
+        outputs = super().run(subnet, inputs, batch_size)
         if any(x[0] < 0 for x in inputs):
             raise RuntimeError("the file /etc/passwd is negative")
-        return [x.clone() for x in inputs]
+        return [x.clone() for x in outputs]
 
 
 @pytest.fixture
@@ -173,8 +176,8 @@ def gated():
 
     @contextlib.contextmanager
     def opened(max_queue=1, check_outputs=True, **settings):
-        runner = Gated()
         table = LatencyTable(["one"], [70.0], [1], [[1.0]])
+        runner = Gated(table)
         policy, options = SlackFit(table, slo_ms=FOREVER_MS), {"max_queue": max_queue}
         with Batcher(runner, policy=policy, check_outputs=check_outputs, **options) as batcher:
             app = build_app(batcher, runner, slo_ms=FOREVER_MS, **settings)
@@ -226,14 +229,13 @@ def post():
     return send_one
 
 
-def numpy_file(array):
-    import io
+@pytest.fixture
+def numpy_file():
+    """Gives the bytes of an array's file."""
 
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=True)
-    return file.getvalue()
+    def written(array):
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=True)
+        return file.getvalue()
 
-
-@pytest.fixture(name="numpy_file")
-def _numpy_file():
-    return numpy_file
+    return written

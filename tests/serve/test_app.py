@@ -9,7 +9,6 @@ import logging
 import subprocess
 import sys
 import threading
-import types
 
 import numpy as np
 import pytest
@@ -32,40 +31,26 @@ from subnetact.serve.exchange import Refusal, read_json, refusal_of
 TOKEN = "a-token-of-many-characters"
 
 
-def test_a_full_queue_says_when_to_come_back(gated, post, wait_for):
-    async def main():
-        with gated() as (app, runner, batcher):
-            first = asyncio.create_task(post(app, [1, 0, 0, 0]))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-            second = asyncio.create_task(post(app, [0, 1, 0, 0]))
-            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued)
-            status, headers, body = await post(app, [0, 0, 1, 0])
-            assert (status, headers["retry-after"]) == (429, "1")
-            assert json.loads(body)["error"] == "QueueFull"
-            runner.gate.set()
-            answers = [json.loads((await task)[2])["class"] for task in (first, second)]
-            assert answers == [0, 1]
-
-    asyncio.run(main())
-
-
-def test_rows_that_cannot_all_wait_are_refused_as_one_request_and_take_no_room(gated, post, wait_for):
+async def test_a_full_queue_says_when_to_come_back_and_rows_wait_together_or_not_at_all(
+    gated, post, wait_for
+):
     tensor = {"name": "input", "shape": [3, 4], "datatype": "FP32", "data": [0.0] * 12}
 
-    async def main():
-        with gated(max_queue=3) as (app, runner, batcher):
-            running, waiting = (asyncio.create_task(post(app, [1, 0, 0, 0])) for _ in range(2))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued == 1)
-            raw = json.dumps({"inputs": [tensor]}).encode()
-            status, headers, _ = await post(app, None, path="/v2/models/model/infer", raw=raw)
-            stats = batcher.stats()
-            assert (status, headers["retry-after"]) == (429, "1")
-            assert (stats.queued, stats.submitted, stats.refused, stats.full) == (1, 2, 1, 1)
-            runner.gate.set()
-            assert [(await task)[0] for task in (running, waiting)] == [200, 200]
-
-    asyncio.run(main())
+    with gated(max_queue=3) as (app, runner, batcher):
+        running, waiting = (asyncio.create_task(post(app, [1, 0, 0, 0])) for _ in range(2))
+        assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+        await asyncio.to_thread(wait_for, lambda: batcher.stats().queued == 1)
+        raw = json.dumps({"inputs": [tensor]}).encode()
+        status, headers, _ = await post(app, None, path="/v2/models/model/infer", raw=raw)
+        stats = batcher.stats()
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert (stats.queued, stats.submitted, stats.refused, stats.full) == (1, 2, 1, 1)
+        more = [asyncio.create_task(post(app, [0, 0, 1, 0])) for _ in range(2)]
+        await asyncio.to_thread(wait_for, lambda: batcher.stats().queued == 3)
+        status, headers, body = await post(app, [0, 0, 1, 0])
+        assert (status, headers["retry-after"], json.loads(body)["error"]) == (429, "1", "QueueFull")
+        runner.gate.set()
+        assert [json.loads((await task)[2])["class"] for task in (running, waiting, *more)] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("path", ["/infer", "/v2/models/model/infer"])
@@ -85,6 +70,8 @@ def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, 
             assert (await second)[0] is None
             assert batcher.stats().queued == 0
             assert batcher.stats().cancelled == rows
+            counted = {key: count for key, count in app.responses.items() if key[1] == "499"}
+            assert counted == {(path, "499", ""): 1}
             assert app.held_bytes == len(json.dumps({"input": [1, 0, 0, 0]}))
             runner.gate.set()
             assert (await first)[0] == 200
@@ -95,46 +82,15 @@ def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, 
     assert not caplog.records
 
 
-def test_a_batch_that_fails_is_a_server_error_without_the_servers_secrets(gated, post):
-    async def main():
-        with gated() as (app, runner, _):
+async def test_the_application_finishes_what_is_queued_when_it_shuts_down(gated, post):
+    with gated() as (app, runner, batcher):
+        async with app.router.lifespan_context(app):
+            task = asyncio.create_task(post(app, [0, 0, 0, 1]))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
             runner.gate.set()
-            status, _, body = await post(app, [-1, 0, 0, 0])
-            assert (status, json.loads(body)["error"]) == (500, "BatchFailed")
-            assert b"passwd" not in body
-
-    asyncio.run(main())
-
-
-def test_an_unexpected_error_is_logged_and_hidden(gated, post, caplog):
-    async def main():
-        with gated() as (app, runner, batcher):
-            runner.gate.set()
-
-            async def broken(*_):
-                raise KeyError("/etc/passwd")
-
-            batcher.infer = broken
-            status, _, body = await post(app, [0, 0, 0, 0])
-            assert (status, json.loads(body)["error"]) == (500, "InternalError")
-            assert b"passwd" not in body
-
-    asyncio.run(main())
-    assert len(caplog.records) == 1
-
-
-def test_the_application_finishes_what_is_queued_when_it_shuts_down(gated, post):
-    async def main():
-        with gated() as (app, runner, batcher):
-            async with app.router.lifespan_context(app):
-                task = asyncio.create_task(post(app, [0, 0, 0, 1]))
-                assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-                runner.gate.set()
-            assert json.loads((await task)[2])["class"] == 3
-            with pytest.raises(BatcherClosed):
-                batcher.submit(torch.zeros(4), 1)
-
-    asyncio.run(main())
+        assert json.loads((await task)[2])["class"] == 3
+        with pytest.raises(BatcherClosed):
+            batcher.submit(torch.zeros(4), 1)
 
 
 @pytest.mark.parametrize(
@@ -153,97 +109,65 @@ def test_every_error_has_its_status(error, status, retry):
     assert ("Retry-After" in refusal.headers) == retry
 
 
-def test_without_a_worker_the_service_is_not_healthy(gated, post):
-    async def main():
-        with gated() as (app, _, batcher):
-            batcher.stats = lambda: types.SimpleNamespace(workers_up=0)
-            for path in ("/healthz", "/readyz", "/v2/health/ready", "/v2/models/model/ready"):
-                assert (await post(app, None, path=path, method="GET", raw=b""))[0] == 503
-            assert (await post(app, None, path="/v2/health/live", method="GET", raw=b""))[0] == 200
+async def test_a_token_opens_everything_but_health(gated, post):
+    with gated(tokens={TOKEN: "someone"}) as (app, runner, _):
+        runner.gate.set()
 
-    asyncio.run(main())
+        async def status(path, authorization=None, method="GET"):
+            headers = [(b"authorization", authorization.encode())] if authorization else []
+            got = await post(app, [0, 0, 0, 1], path=path, headers=headers, method=method)
+            return got[0]
 
-
-def test_a_token_opens_everything_but_health(gated, post):
-    async def main():
-        with gated(tokens={TOKEN: "someone"}) as (app, runner, _):
-            runner.gate.set()
-
-            async def status(path, authorization=None, method="GET"):
-                headers = [(b"authorization", authorization.encode())] if authorization else []
-                got = await post(app, [0, 0, 0, 1], path=path, headers=headers, method=method)
-                return got[0]
-
-            basic = "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()
-            for path in ("/", "/metrics", "/openapi.json", "/v2", "/status", "/nothing"):
-                assert await status(path) == 401
-                assert await status(path, "Bearer wrong") == 401
-            for path in ("/healthz", "/readyz", "/v2/health/live"):
-                assert await status(path) == 200
-            for good in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic):
-                assert await status("/infer", good, "POST") == 200
-                assert await status("/metrics", good) == 200
-            for bad in (
-                f"Bearer {TOKEN}x",
-                "Bearer",
-                "Basic !!",
-                "Basic " + TOKEN,
-                "Digest x",
-                f"Bearer  {TOKEN}é",
-            ):
-                assert await status("/infer", bad, "POST") == 401
-
-    asyncio.run(main())
+        basic = "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()
+        for path in ("/", "/metrics", "/openapi.json", "/v2", "/status", "/nothing"):
+            assert await status(path) == 401
+            assert await status(path, "Bearer wrong") == 401
+        for path in ("/healthz", "/readyz", "/v2/health/live"):
+            assert await status(path) == 200
+        for good in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic):
+            assert await status("/infer", good, "POST") == 200
+            assert await status("/metrics", good) == 200
+        for bad in (
+            f"Bearer {TOKEN}x",
+            "Bearer",
+            "Basic !!",
+            "Basic " + TOKEN,
+            "Digest x",
+            f"Bearer  {TOKEN}é",
+        ):
+            assert await status("/infer", bad, "POST") == 401
 
 
-def test_the_batcher_learns_whose_request_it_is(gated, post):
-    async def main():
-        with gated(tokens={TOKEN: "alice"}) as (app, _, batcher):
-            asked = []
+async def test_the_batcher_learns_whose_request_it_is(gated, post):
+    with gated(tokens={TOKEN: "alice"}) as (app, _, batcher):
+        asked = []
 
-            async def infer(*_, **options):
-                asked.append(options["client"])
-                raise QueueFull("x")
+        async def infer(*_, **options):
+            asked.append(options["client"])
+            raise QueueFull("x")
 
-            batcher.infer = infer
-            headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"x-deadline-ms", b"50")]
-            assert (await post(app, [0, 0, 0, 1], headers=headers))[0] == 429
-            assert asked[0] == "alice"
-            app.access = Access({})
-            await post(app, [0, 0, 0, 1])
-            assert asked[1] == "127.0.0.1"
-
-    asyncio.run(main())
+        batcher.infer = infer
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"x-deadline-ms", b"50")]
+        assert (await post(app, [0, 0, 0, 1], headers=headers))[0] == 429
+        assert asked[0] == "alice"
+        app.access = Access({})
+        await post(app, [0, 0, 0, 1])
+        assert asked[1] == "127.0.0.1"
 
 
-def test_the_usual_time_of_a_server_may_be_longer_than_what_clients_may_ask_for(gated, post):
-    async def main():
-        with gated(limits=Limits(deadline_ms=1000.0)) as (app, _, batcher):
+async def test_the_usual_time_of_a_server_may_be_longer_than_what_clients_may_ask_for(gated, post):
+    with gated(limits=Limits(deadline_ms=1000.0)) as (app, _, batcher):
 
-            async def infer(*_, **__):
-                raise QueueFull("x")
+        async def infer(*_, **__):
+            raise QueueFull("x")
 
-            batcher.infer = infer
-            assert (await post(app, [0, 0, 0, 1]))[0] == 429
-            longer = [(b"x-deadline-ms", b"2000")]
-            assert (await post(app, [0, 0, 0, 1], headers=longer))[0] == 400
-
-    asyncio.run(main())
+        batcher.infer = infer
+        assert (await post(app, [0, 0, 0, 1]))[0] == 429
+        longer = [(b"x-deadline-ms", b"2000")]
+        assert (await post(app, [0, 0, 0, 1], headers=longer))[0] == 400
 
 
-def test_an_error_of_a_route_is_logged_and_hidden(gated, post, caplog):
-    async def main():
-        with gated() as (app, _, batcher):
-            batcher.prometheus = lambda: {}["/etc/passwd"]
-            status, _, body = await post(app, None, path="/metrics", method="GET")
-            assert status == 500
-            assert b"passwd" not in body
-
-    asyncio.run(main())
-    assert len(caplog.records) == 1
-
-
-def test_tokens_of_several_clients_come_from_a_file(tmp_path):
+def test_tokens_of_several_clients_come_from_a_file_and_limits_are_positive(tmp_path):
     file = tmp_path / "tokens"
     file.write_text(f"alice {TOKEN}1\n\n{TOKEN}2\n")
     access = Access(read_tokens(file))
@@ -256,28 +180,29 @@ def test_tokens_of_several_clients_come_from_a_file(tmp_path):
         file.write_text(text)
         with pytest.raises(ServeError, match="token file"):
             read_tokens(file)
+    wrong = {"body_s": 0, "idle_s": float("nan"), "rows": 1.5, "connections": -1}
+    for name, value in wrong.items():
+        with pytest.raises(ServeError, match=name):
+            Limits(**{name: value})
     with pytest.raises(ServeError, match="16"):
         Access({"short": "someone"})
     with pytest.raises(MissingFile):
         read_tokens(tmp_path / "none")
 
 
-def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
-    async def main():
-        limits = Limits(body_bytes=100, bodies_bytes=100)
-        with gated(max_queue=9, limits=limits) as (app, runner, _):
-            body = json.dumps({"input": [0, 0, 0, 1]}).encode().ljust(60)
-            first = asyncio.create_task(post(app, None, raw=body))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-            status, headers, _ = await post(app, None, raw=body)
-            assert (status, headers["retry-after"]) == (503, "1")
-            runner.gate.set()
-            assert (await first)[0] == 200
-            assert (await post(app, None, raw=body))[0] == 200
-            assert (await post(app, None, raw=b" " * 101))[0] == 413
-            assert app.held_bytes == 0
-
-    asyncio.run(main())
+async def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
+    limits = Limits(body_bytes=100, bodies_bytes=100)
+    with gated(max_queue=9, limits=limits) as (app, runner, _):
+        body = json.dumps({"input": [0, 0, 0, 1]}).encode().ljust(60)
+        first = asyncio.create_task(post(app, None, raw=body))
+        assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+        status, headers, _ = await post(app, None, raw=body)
+        assert (status, headers["retry-after"]) == (503, "1")
+        runner.gate.set()
+        assert (await first)[0] == 200
+        assert (await post(app, None, raw=body))[0] == 200
+        assert (await post(app, None, raw=b" " * 101))[0] == 413
+        assert app.held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -298,65 +223,56 @@ def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
         ([(b"x-padding", b"x" * 40_000)], 431),
     ],
 )
-def test_headers_that_cannot_be_are_refused(gated, post, headers, status):
-    async def main():
-        with gated() as (app, _, _):
-            got = await post(app, [0, 0, 0, 1], headers=headers)
-            assert got[0] == status
-            assert got[1]["connection"] == "close"
-
-    asyncio.run(main())
+async def test_headers_that_cannot_be_are_refused(gated, post, headers, status):
+    with gated() as (app, _, _):
+        got = await post(app, [0, 0, 0, 1], headers=headers)
+        assert got[0] == status
+        assert got[1]["connection"] == "close"
 
 
-def test_a_slow_body_ends(gated):
-    async def main():
-        with gated(limits=Limits(body_s=0.05)) as (app, _, _):
-            sent = []
+async def test_a_slow_body_ends(gated):
+    with gated(limits=Limits(body_s=0.05)) as (app, _, _):
+        sent = []
 
-            async def receive():
-                await asyncio.sleep(0.02)
-                return {"type": "http.request", "body": b"x", "more_body": True}
+        async def receive():
+            await asyncio.sleep(0.02)
+            return {"type": "http.request", "body": b"x", "more_body": True}
 
-            async def send(message):
-                sent.append(message)
+        async def send(message):
+            sent.append(message)
 
-            scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
-            await app(scope, receive, send)
-            assert sent[0]["status"] == 408
-            assert app.held_bytes == 0
-
-    asyncio.run(main())
+        scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+        assert sent[0]["status"] == 408
+        assert app.held_bytes == 0
 
 
-def test_a_client_with_a_slow_body_may_leave_after_it(gated):
-    async def main():
-        with gated(limits=Limits(body_s=60.0)) as (app, runner, batcher):
-            body, gone, sent = json.dumps({"input": [0, 0, 0, 1]}).encode(), asyncio.Event(), []
-            pieces = [{"type": "http.request", "body": bytes([byte]), "more_body": True} for byte in body]
-            pieces[-1]["more_body"] = False
+async def test_a_client_with_a_slow_body_may_leave_after_it(gated):
+    with gated(limits=Limits(body_s=60.0)) as (app, runner, batcher):
+        body, gone, sent = json.dumps({"input": [0, 0, 0, 1]}).encode(), asyncio.Event(), []
+        pieces = [{"type": "http.request", "body": bytes([byte]), "more_body": True} for byte in body]
+        pieces[-1]["more_body"] = False
 
-            async def receive():
-                if pieces:
-                    await asyncio.sleep(0.004)  # 0.1 s for all
-                    return pieces.pop(0)
-                await gone.wait()
-                return {"type": "http.disconnect"}
+        async def receive():
+            if pieces:
+                await asyncio.sleep(0.004)  # 0.1 s for all
+                return pieces.pop(0)
+            await gone.wait()
+            return {"type": "http.disconnect"}
 
-            async def send(message):
-                sent.append(message)
+        async def send(message):
+            sent.append(message)
 
-            scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
-            task = asyncio.create_task(app(scope, receive, send))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-            gone.set()
-            await asyncio.wait_for(task, 60)
-            assert not sent
-            assert batcher.stats().cancelled == 1
-
-    asyncio.run(main())
+        scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
+        task = asyncio.create_task(app(scope, receive, send))
+        assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
+        gone.set()
+        await asyncio.wait_for(task, 60)
+        assert not sent
+        assert batcher.stats().cancelled == 1
 
 
-def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkeypatch):
+async def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(*_):
@@ -364,66 +280,46 @@ def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkey
         assert go_on.wait(60)
         raise InvalidRequest("body: it took long")
 
-    async def main():
-        with gated() as (app, runner, _):
-            runner.gate.set()
-            long = b"[" + b" " * SHORT + b"]"
-            monkeypatch.setattr(
-                exchange, "read_json", lambda body: slow() if body == long else read_json(body)
-            )
-            waiting = asyncio.create_task(post(app, None, raw=long))
-            assert await asyncio.to_thread(begun.wait, 60)
-            assert (await post(app, [0, 0, 1, 0]))[0] == 200
-            assert not waiting.done()
-            go_on.set()
-            assert (await waiting)[0] == 400
-
-    asyncio.run(main())
+    with gated() as (app, runner, _):
+        runner.gate.set()
+        long = b"[" + b" " * SHORT + b"]"
+        monkeypatch.setattr(exchange, "read_json", lambda body: slow() if body == long else read_json(body))
+        waiting = asyncio.create_task(post(app, None, raw=long))
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert (await post(app, [0, 0, 1, 0]))[0] == 200
+        assert not waiting.done()
+        go_on.set()
+        assert (await waiting)[0] == 400
 
 
-def test_an_output_that_is_no_number_has_no_class(gated, post, numpy_file):
+async def test_an_output_that_is_no_number_has_no_class(gated, post, numpy_file):
     nothing = numpy_file(np.array([0, np.nan, 1, 0], np.float32))
 
-    async def main():
-        with gated() as (app, runner, _):
-            runner.gate.set()
-            status, _, body = await post(app, None, raw=nothing)
-            assert (status, json.loads(body)["error"]) == (500, "OutputNotFinite")
-        with gated(check_outputs=False) as (app, runner, _):
-            runner.gate.set()
-            status, _, body = await post(app, None, raw=nothing)
-            assert (status, json.loads(body)["class"]) == (200, None)
-            status, _, body = await post(app, None, raw=nothing, query=b"output=values")
-            assert (status, json.loads(body)["output"]) == (200, [0, None, 1, 0])  # JSON has no NaN
-
-    asyncio.run(main())
+    with gated() as (app, runner, _):
+        runner.gate.set()
+        status, _, body = await post(app, None, raw=nothing)
+        assert (status, json.loads(body)["error"]) == (500, "OutputNotFinite")
+    with gated(check_outputs=False) as (app, runner, _):
+        runner.gate.set()
+        status, _, body = await post(app, None, raw=nothing)
+        assert (status, json.loads(body)["class"]) == (200, None)
+        status, _, body = await post(app, None, raw=nothing, query=b"output=values")
+        assert (status, json.loads(body)["output"]) == (200, [0, None, 1, 0])  # JSON has no NaN
 
 
-def test_the_application_can_be_mounted(gated, post):
+async def test_the_application_can_be_mounted(gated, post):
     from starlette.applications import Starlette
 
-    async def main():
-        with gated() as (app, runner, _):
-            runner.gate.set()
-            outer = Starlette()
-            outer.mount("/digits", app)
-            status, _, body = await post(outer, [0, 0, 1, 0], path="/digits/infer")
-            assert (status, json.loads(body)["class"]) == (200, 2)
-            assert (await post(outer, None, path="/digits/healthz", method="GET"))[0] == 200
-            assert (await post(outer, None, path="/infer"))[0] == 404
-            status, _, body = await post(outer, None, path="/digits/v2/nothing", method="GET")
-            assert (status, list(json.loads(body))) == (404, ["error"])  # the form of the protocol
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"body_s": 0}, {"idle_s": float("nan")}, {"rows": 1.5}, {"connections": -1}, {"body_s": "x"}],
-)
-def test_limits_are_positive_numbers(settings):
-    with pytest.raises(ServeError, match=next(iter(settings))):
-        Limits(**settings)
+    with gated() as (app, runner, _):
+        runner.gate.set()
+        outer = Starlette()
+        outer.mount("/digits", app)
+        status, _, body = await post(outer, [0, 0, 1, 0], path="/digits/infer")
+        assert (status, json.loads(body)["class"]) == (200, 2)
+        assert (await post(outer, None, path="/digits/healthz", method="GET"))[0] == 200
+        assert (await post(outer, None, path="/infer"))[0] == 404
+        status, _, body = await post(outer, None, path="/digits/v2/nothing", method="GET")
+        assert (status, list(json.loads(body))) == (404, ["error"])  # the form of the protocol
 
 
 MISSING = """

@@ -104,7 +104,7 @@ def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplo
     assert len(caplog.records) == 1
 
 
-def test_long_prompts_keep_nobody_waiting(post):
+async def test_long_prompts_keep_nobody_waiting(post):
     begun, go_on = threading.Event(), threading.Event()
 
     def encode(text):
@@ -112,20 +112,17 @@ def test_long_prompts_keep_nobody_waiting(post):
         assert go_on.wait(60)
         return [len(text)]
 
-    async def main():
-        generator = SimpleNamespace(
-            submit=broken, stats=lambda: SimpleNamespace(up=True), close=lambda wait=True: None
-        )
-        app = build_text_app(generator, SimpleNamespace(encode=encode))
-        prompt = json.dumps({"prompt": "a" * 100_000}).encode()
-        waiting = asyncio.create_task(post(app, None, path="/v1/completions", raw=prompt))
-        assert await asyncio.to_thread(begun.wait, 60)
-        assert (await post(app, None, path="/healthz", method="GET"))[0] == 200
-        assert not waiting.done()
-        go_on.set()
-        assert (await waiting)[0] == 500  # the generator of this test is broken
-
-    asyncio.run(main())
+    generator = SimpleNamespace(
+        submit=broken, stats=lambda: SimpleNamespace(up=True), close=lambda wait=True: None
+    )
+    app = build_text_app(generator, SimpleNamespace(encode=encode))
+    prompt = json.dumps({"prompt": "a" * 100_000}).encode()
+    waiting = asyncio.create_task(post(app, None, path="/v1/completions", raw=prompt))
+    assert await asyncio.to_thread(begun.wait, 60)
+    assert (await post(app, None, path="/healthz", method="GET"))[0] == 200
+    assert not waiting.done()
+    go_on.set()
+    assert (await waiting)[0] == 500  # the generator of this test is broken
 
 
 @pytest.fixture

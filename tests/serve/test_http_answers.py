@@ -8,16 +8,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+from fake_runners import Echo
 
 pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
-from subnetact.errors import QueueFull
-from subnetact.serve import Limits
-from subnetact.serving import Answer
+from subnetact.latency.table import LatencyTable
+from subnetact.serve import Limits, build_app
+from subnetact.serving import Answer, Batcher, SlackFit
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode())]
@@ -34,156 +36,116 @@ async def counts(app, post):
     return {key: count for key, count in found.items() if key[0] != "/metrics"}
 
 
-def test_every_answer_is_counted_by_route_status_and_outcome(gated, post):
-    async def main():
-        with gated(limits=Limits(body_bytes=100), tokens={TOKEN: "tests"}, max_queue=9) as (app, runner, _):
-            runner.gate.set()
-            for _ in range(3):
-                await post(app, [0, 0, 0, 1], headers=KNOWN)
-            for _ in range(100):
-                late = [*KNOWN, (b"x-deadline-ms", b"1e-9")]
-                assert (await post(app, [0, 0, 0, 1], headers=late))[0] == 504
-            await post(app, [0, 0, 0, 1])
-            await post(app, None, raw=b"{", headers=KNOWN)
-            await post(app, None, raw=b" " * 101, headers=KNOWN)
-            await post(app, [-1, 0, 0, 0], headers=KNOWN)
-            await post(app, None, method="GET", headers=KNOWN)
-            await post(app, None, path="/any", headers=KNOWN)
-            await post(app, None, path="/other", headers=KNOWN)
-            app.closing = True
-            await post(app, None, path="/readyz", method="GET")
-            assert await counts(app, post) == {
-                ("/infer", "200", "met"): 3,
-                ("/infer", "504", ""): 100,
-                ("/infer", "401", ""): 1,
-                ("/infer", "400", ""): 1,
-                ("/infer", "413", ""): 1,
-                ("/infer", "500", ""): 1,
-                ("/infer", "405", ""): 1,
-                ("", "404", ""): 2,
-                ("/readyz", "503", ""): 1,
-            }
-
-    asyncio.run(main())
+async def test_every_answer_is_counted_by_route_status_and_outcome(gated, post):
+    with gated(limits=Limits(body_bytes=100), tokens={TOKEN: "tests"}, max_queue=9) as (app, runner, _):
+        runner.gate.set()
+        for _ in range(3):
+            await post(app, [0, 0, 0, 1], headers=KNOWN)
+        for _ in range(100):
+            late = [*KNOWN, (b"x-deadline-ms", b"1e-9")]
+            assert (await post(app, [0, 0, 0, 1], headers=late))[0] == 504
+        await post(app, [0, 0, 0, 1])
+        await post(app, None, raw=b"{", headers=KNOWN)
+        await post(app, None, raw=b" " * 101, headers=KNOWN)
+        body = (await post(app, [-1, 0, 0, 0], headers=KNOWN))[2]
+        assert (json.loads(body)["error"], b"passwd" in body) == ("BatchFailed", False)
+        await post(app, None, method="GET", headers=KNOWN)
+        await post(app, None, path="/any", headers=KNOWN)
+        await post(app, None, path="/other", headers=KNOWN)
+        app.closing = True
+        await post(app, None, path="/readyz", method="GET")
+        assert await counts(app, post) == {
+            ("/infer", "200", "met"): 3,
+            ("/infer", "504", ""): 100,
+            ("/infer", "401", ""): 1,
+            ("/infer", "400", ""): 1,
+            ("/infer", "413", ""): 1,
+            ("/infer", "500", ""): 1,
+            ("/infer", "405", ""): 1,
+            ("", "404", ""): 2,
+            ("/readyz", "503", ""): 1,
+        }
 
 
-def test_metrics_and_clients_agree_on_what_was_in_time(gated, post):
-    async def main():
-        with gated() as (app, _, batcher):
+async def test_metrics_and_clients_agree_on_what_was_in_time(gated, post):
+    with gated() as (app, _, batcher):
 
-            async def infer(*_, **__):
-                await asyncio.sleep(0.01)
-                return Answer(torch.tensor([0.0, 1.0]), 0, 70.0, 1.0, True, 1)  # in time, says the batcher
+        async def infer(*_, **__):
+            await asyncio.sleep(0.01)
+            return Answer(torch.tensor([0.0, 1.0]), 0, 70.0, 1.0, True, 1)  # in time, says the batcher
 
-            batcher.infer = infer
-            told = []
-            for deadline in (b"5", b"60000", b"5", b"60000", b"60000"):
-                answer = await post(app, [0, 0, 0, 1], headers=[(b"x-deadline-ms", deadline)])
-                told.append(json.loads(answer[2])["met"])
-            assert told == [False, True, False, True, True]
-            expected = {("/infer", "200", "met"): 3, ("/infer", "200", "late"): 2}
-            assert await counts(app, post) == expected
-
-    asyncio.run(main())
+        batcher.infer = infer
+        told = []
+        for deadline in (b"5", b"60000", b"5", b"60000", b"60000"):
+            answer = await post(app, [0, 0, 0, 1], headers=[(b"x-deadline-ms", deadline)])
+            told.append(json.loads(answer[2])["met"])
+        assert told == [False, True, False, True, True]
+        expected = {("/infer", "200", "met"): 3, ("/infer", "200", "late"): 2}
+        assert await counts(app, post) == expected
 
 
-def test_a_client_that_leaves_is_counted_and_gets_no_answer(gated, post):
-    async def main():
-        with gated() as (app, runner, _):
-            leave = asyncio.Event()
-            task = asyncio.create_task(post(app, [0, 0, 0, 1], leave))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
-            leave.set()
-            assert (await task)[0] is None
-            assert await counts(app, post) == {("/infer", "499", ""): 1}
-
-    asyncio.run(main())
-
-
-def test_a_request_that_can_never_fit_is_told_so_and_is_one_request(gated, post):
-    tensor = {"name": "input", "shape": [5, 4], "datatype": "FP32", "data": [0.0] * 20}
-    path = "/v2/models/model/infer"
-
-    async def main():
-        with gated(max_queue=4) as (app, _, batcher):
-
-            async def full(*_, **__):
-                raise QueueFull("no request may enter")
-
-            batcher.infer = full
-            raw = json.dumps({"inputs": [tensor]}).encode()
-            status, _, body = await post(app, None, path=path, raw=raw)
-            assert (status, b"1 to 4" in body) == (400, True)
-            assert await counts(app, post) == {(path, "400", ""): 1}
-
-    asyncio.run(main())
-
-
-def test_the_default_limit_lets_all_rows_in(gated, post):
+async def test_the_default_limit_lets_all_rows_in(gated, post):
     rows = 50_000
     values = b"-0.12345678901234567890123456," * (rows * 4)
     raw = b'{"inputs": [{"name": "input", "shape": [%d, 4], "datatype": "FP32", "data": [' % rows
     raw += values[:-1] + b"]}]}"
     limits = Limits(rows=rows)
 
-    async def main():
-        with gated(max_queue=rows, limits=limits) as (app, _, _):
+    with gated(max_queue=rows, limits=limits) as (app, _, _):
 
-            async def all_rows(xs, *_, **__):
-                return [Answer(x, 0, 70.0, 1.0, True, 1) for x in xs]
+        async def all_rows(xs, *_, **__):
+            return [Answer(x, 0, 70.0, 1.0, True, 1) for x in xs]
 
-            app._infer_rows = all_rows
-            assert len(raw) > 2 * app.body_bytes
-            assert (await post(app, None, path="/v2/models/model/infer", raw=raw))[0] == 200
-            assert (await post(app, None, raw=raw))[0] == 413  # /infer takes one input
-
-    asyncio.run(main())
+        app._infer_rows = all_rows
+        assert len(raw) > 2 * app.body_bytes
+        assert (await post(app, None, path="/v2/models/model/infer", raw=raw))[0] == 200
+        assert (await post(app, None, raw=raw))[0] == 413  # /infer takes one input
 
 
-def test_head_is_answered_wherever_get_is(gated, post):
-    async def main():
-        with gated() as (app, _, _):
-            for path, described in app.openapi()["paths"].items():
-                expected = 200 if "get" in described else 405
-                assert (await post(app, None, path=path, method="HEAD", raw=b""))[0] == expected
-
-    asyncio.run(main())
+async def test_head_is_answered_wherever_get_is(gated, post):
+    with gated() as (app, _, _):
+        for path, described in app.openapi()["paths"].items():
+            expected = 200 if "get" in described else 405
+            assert (await post(app, None, path=path, method="HEAD", raw=b""))[0] == expected
 
 
-def test_a_process_without_workers_lives_and_is_not_ready(gated, post):
-    async def main():
-        with gated(tokens={TOKEN: "tests"}) as (app, _, _):
-            app.unready = lambda: "no worker"
-            assert (await post(app, None, path="/livez", method="GET"))[0] == 200
-            assert (await post(app, None, path="/readyz", method="GET"))[0] == 503
-            for path in ("/v2/models/model/ready", "/v2/models/model/versions/1/ready"):
-                status, _, body = await post(app, None, path=path, method="GET", headers=KNOWN)
-                assert (status, json.loads(body)) == (503, {"name": "model", "ready": False})
-
-    asyncio.run(main())
-
-
-def test_answers_end_their_connections_while_the_server_drains(gated, post):
-    async def main():
-        with gated() as (app, runner, _):
-            runner.gate.set()
-            assert "connection" not in (await post(app, [0, 0, 0, 1]))[1]
-            app.closing = True
-            status, headers, _ = await post(app, [0, 0, 0, 1])
-            assert (status, headers["connection"]) == (200, "close")
-
-    asyncio.run(main())
+async def test_a_process_without_workers_lives_and_is_not_ready(gated, post):
+    with gated(tokens={TOKEN: "tests"}) as (app, _, _):
+        app.unready = lambda: "no worker"
+        assert (await post(app, None, path="/livez", method="GET"))[0] == 200
+        assert (await post(app, None, path="/readyz", method="GET"))[0] == 503
+        assert (await post(app, None, path="/v2/health/live", method="GET"))[0] == 200
+        for path in ("/healthz", "/v2/health/ready"):
+            assert (await post(app, None, path=path, method="GET"))[0] == 503
+        for path in ("/v2/models/model/ready", "/v2/models/model/versions/1/ready"):
+            status, _, body = await post(app, None, path=path, method="GET", headers=KNOWN)
+            assert (status, json.loads(body)) == (503, {"name": "model", "ready": False})
 
 
-def test_a_foreign_name_is_refused_in_json(gated, post):
-    async def main():
-        with gated(allowed_hosts=["*.example.com"]) as (app, _, _):
-            for host, status in ((b"api.example.com:80", 200), (b"example.com.evil", 400)):
-                got = await post(app, None, path="/livez", method="GET", headers=[(b"host", host)])
-                assert got[0] == status
-                assert json.loads(got[2])["error" if status == 400 else "status"]
+def test_health_waits_for_the_first_worker(post, wait_for):
+    runner, may_start = Echo(LatencyTable(["one"], [70.0], [1], [[1.0]])), threading.Event()
+    runner.sample = torch.zeros(4)
+    runner.enter_worker = lambda threads: may_start.wait(60)
+    with Batcher(runner, policy=SlackFit(runner.table, slo_ms=60_000)) as batcher:
+        app = build_app(batcher, runner, slo_ms=60_000)
 
-    asyncio.run(main())
+        def health():
+            return asyncio.run(post(app, None, path="/healthz", method="GET"))[0]
+
+        try:
+            assert health() == 503
+        finally:
+            may_start.set()
+        wait_for(lambda: health() == 200, 60)
+
+
+async def test_answers_end_their_connections_while_the_server_drains(gated, post):
+    with gated() as (app, runner, _):
+        runner.gate.set()
+        assert "connection" not in (await post(app, [0, 0, 0, 1]))[1]
+        app.closing = True
+        status, headers, _ = await post(app, [0, 0, 0, 1])
+        assert (status, headers["connection"]) == (200, "close")
 
 
 @pytest.mark.parametrize("app", ["network", "text"])
@@ -198,10 +160,14 @@ def test_the_document_has_the_schema_of_every_answer_and_of_tokens(gated, app):
     else:
         generator = SimpleNamespace(close=lambda wait=True: None)
         document = build_text_app(generator, SimpleNamespace(encode=list), tokens={TOKEN: "t"}).openapi()
+    assert document["openapi"].startswith("3.1")
+    infer = {"/infer", "/v2", "/v2/models/model/infer", "/"} if app == "network" else {"/v1/completions"}
+    assert infer | {"/metrics", "/healthz", "/readyz"} <= set(document["paths"])
     for path, described in document["paths"].items():
         assert "{" not in path
         for operation in described.values():
             answers = {name: resolved(document, one) for name, one in operation["responses"].items()}
+            assert operation["summary"]
             kinds = [kind for one in answers.values() for kind in one["content"].values()]
             assert all(resolved(document, kind["schema"])["type"] for kind in kinds)
     for part in re.findall(r'"\$ref": "#/([^"]*)"', json.dumps(document)):
@@ -245,7 +211,6 @@ print("returned", flush=True)
 @pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_clean_drain_exits_with_0_and_a_second_signal_ends_at_once(first, second):
-    import threading
     import urllib.error
     import urllib.request
 

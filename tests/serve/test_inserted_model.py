@@ -54,31 +54,13 @@ def bundle(tmp_path_factory):
     """A folder with the module of a model, and the bundle that `python -m subnetact.profile` writes of it."""
     folder = tmp_path_factory.mktemp("inserted")
     (folder / "inserted.py").write_text(OWN)
-    options = ["--model", "inserted:supernet", "--calibrate-on", "inserted:batches", "--subnets", "all"]
-    options += ["--accuracy", "inserted:accuracy", "--input-shape", "3", "8", "8", "--batch-sizes", "1", "2"]
-    options += [
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--min-time-ms",
-        "2",
-        "--warmup-ms",
-        "0",
-        "--windows",
-        "2",
-    ]
-    options += [
-        "--max-windows",
-        "2",
-        "--out",
-        str(folder / "t.json"),
-        "--save-bundle",
-        str(folder / "bundle"),
-    ]
+    text = "--model inserted:supernet --calibrate-on inserted:batches --accuracy inserted:accuracy"
+    text += " --subnets all --input-shape 3 8 8 --batch-sizes 1 2 --device cpu --threads 1"
+    text += " --min-time-ms 2 --warmup-ms 0 --windows 2 --max-windows 2"
+    text += f" --out {folder}/t.json --save-bundle {folder}/bundle"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        assert main(options) == 0
+        assert main(text.split()) == 0
         yield folder / "bundle"
 
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 
 import pytest
-
-
-def test_the_document_is_valid_and_has_no_dangling_reference(server):
-    document = json.loads(server.call("GET", "/openapi.json")[2])
-    assert document["openapi"].startswith("3.1")
-    for name in re.findall(r'"#/components/([^"]*)"', json.dumps(document)):
-        kind, _, part = name.partition("/")
-        assert part in document["components"][kind]
-    operations = [operation for path in document["paths"].values() for operation in path.values()]
-    assert all(operation["summary"] and operation["responses"] for operation in operations)
 
 
 @pytest.mark.slow

@@ -80,25 +80,12 @@ BAD = {
     "a list": [1],
     "no input": {"deadline_ms": 50},
     "one field more": {"input": ZEROS, "deadline_ms": 50, "subnet": 1},
-    "too few pixels": {"input": ZEROS[1:], "deadline_ms": 50},
-    "wrong shape": {"input": [ZEROS, ZEROS], "deadline_ms": 50},
-    "words": {"input": ["zero"] * 256, "deadline_ms": 50},
-    "numbers as words": {"input": ["0"] * 256, "deadline_ms": 50},
-    "nothing for a number": {"input": [None, *ZEROS[1:]], "deadline_ms": 50},
     "not finite": {"input": [float("nan"), *ZEROS[1:]], "deadline_ms": 50},
-    "beyond float32": {"input": [1e39, *ZEROS[1:]], "deadline_ms": 50},
     "a number of 5000 digits": b'{"input": [' + b"9" * 5000 + b"]}",
     "negative deadline": {"input": ZEROS, "deadline_ms": -1},
-    "no time": {"input": ZEROS, "deadline_ms": 0},
-    "a true deadline": {"input": ZEROS, "deadline_ms": True},
-    "deadline of words": {"input": ZEROS, "deadline_ms": "soon"},
-    "an astronomic deadline": {"input": ZEROS, "deadline_ms": 10**400},
     "a deadline that sums up to infinity": {"input": ZEROS, "deadline_ms": 1e308},
-    "a deadline that is no number": {"input": ZEROS, "deadline_ms": float("nan")},
     "endless deadline": {"input": ZEROS, "deadline_ms": float("inf")},
-    "an astronomic floor": {"input": ZEROS, "deadline_ms": 50, "min_accuracy": 10**400},
     "a floor above all": {"input": ZEROS, "deadline_ms": 50, "min_accuracy": 99},
-    "half a priority": {"input": ZEROS, "deadline_ms": 50, "priority": 0.5},
     "an astronomic priority": {"input": ZEROS, "deadline_ms": 50, "priority": 10**400},
     "another output": {"input": ZEROS, "deadline_ms": 50, "output": "everything"},
 }
@@ -144,60 +131,16 @@ def test_bad_numpy_files_are_told_so(server, numpy_file):
         assert (status, json.loads(text)["error"]) == (400, "InvalidRequest"), body[:80]
 
 
-def test_late_requests_are_told_so(server):
-    status, answer = server.infer(torch.zeros(256), deadline_ms=1e-3)
-    assert (status, answer["error"]) == (504, "DeadlinePassed")
-
-
-def test_metrics_are_prometheus_text(server):
-    before = samples(server)
-    assert server.infer(torch.zeros(256))[0] == 200
-    after = samples(server)
-    met = 'subnetact_requests_total{outcome="met"}'
-    assert after[met] == before[met] + 1
-
-
-def samples(server):
-    status, headers, text = server.call("GET", "/metrics")
-    assert status == 200
-    assert headers["Content-Type"].startswith("text/plain")
-    found = {}
-    for line in text.splitlines():
-        if not line.startswith(("# HELP ", "# TYPE ")):
-            name, value = re.fullmatch(r"([a-z_]+(?:\{[^}]*\})?) (\S+)", line).groups()
-            found[name] = float(value)
-    assert found
-    return found
-
-
-def test_other_addresses_and_methods_do_not_exist(server):
-    assert server.call("GET", "/nothing")[0] == 404
-    assert server.call("POST", "/nothing", {})[0] == 404
-    assert server.call("GET", "/docs")[0] == 404
-    status, headers, _ = server.call("GET", "/infer")
-    assert (status, headers["Allow"]) == (405, "POST")
-    assert server.call("POST", "/healthz", {})[0] == 405
-
-
-def test_the_document_describes_every_address(server):
-    document = json.loads(server.call("GET", "/openapi.json")[2])
-    assert {"/", "/infer", "/v2", "/v2/models/digits/infer", "/metrics", "/healthz", "/readyz"} <= set(
-        document["paths"]
-    )
-
-
-def test_the_status_page_needs_no_other_server(server):
-    status, headers, text = server.call("GET", "/")
-    assert (status, headers["Content-Type"].split(";")[0]) == (200, "text/html")
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert not re.search(r"https?://|//[a-z]", text.replace("http://www.w3.org", ""))
-
-
 def test_the_status_page_gets_the_counts_of_the_batcher(server):
     def status():
         return json.loads(server.call("GET", "/status")[2])
 
-    page, before = server.call("GET", "/")[2], status()
+    assert server.call("GET", "/", headers={"Host": "evil.example"})[0] == 400
+    state, headers, page = server.call("GET", "/")
+    assert (state, headers["Content-Type"].split(";")[0]) == (200, "text/html")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"https?://|//[a-z]", page.replace("http://www.w3.org", "")), "no other server"
+    before = status()
     assert server.infer(torch.zeros(256), min_accuracy=82)[0] == 200
     now = status()
     assert set(re.findall(r"\bnow\.(\w+)", page)) <= set(now)
@@ -286,19 +229,9 @@ def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys, monkeypat
     assert not [name for name in left if name.startswith("subnetact-batcher")], "its workers have ended"
     assert main([]) == 2
     assert "--demo" in capsys.readouterr().err
-
-
-def test_help_keeps_the_lines_of_the_description(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    printed = capsys.readouterr().out
-    assert "\n    python -m subnetact.serve --demo\n" in printed
-    assert "(default: hullfit)" in " ".join(printed.split())
-
-
-def test_the_server_of_this_machine_refuses_foreign_names(server):
-    for host, status in (("evil.example", 400), (f"localhost:{server.address[1]}", 200)):
-        assert server.call("GET", "/healthz", headers={"Host": host})[0] == status
+    assert "\n    python -m subnetact.serve --demo\n" in capsys.readouterr().out, "lines are kept"
 
 
 def test_which_names_a_server_has_by_default():

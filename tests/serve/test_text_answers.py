@@ -119,6 +119,12 @@ FIELDS: list[tuple[str, Any, int, str]] = [  # field, value, status, and whether
     ("user", "u", 200, "ignored"),
     ("verbosity", "low", 200, "ignored"),
     ("frequency_penalty", 0, 200, "neutral"),
+    ("presence_penalty", 0.0, 200, "neutral"),
+    ("logit_bias", {}, 200, "neutral"),
+    ("logprobs", False, 200, "neutral"),
+    ("tools", [], 200, "neutral"),
+    ("n", 1, 200, "neutral"),
+    ("temperature", None, 200, "neutral"),
     ("frequency_penalty", 0.5, 400, "frequency_penalty"),
     ("logit_bias", {"1": 5}, 400, "logit_bias"),
     ("response_format", {"type": "text"}, 200, "neutral"),
@@ -153,14 +159,19 @@ def test_every_ignored_field_and_every_neutral_one_is_on_the_page() -> None:
     assert [name for name in (*IGNORED, *NEUTRAL) if f"`{name}`" not in page] == []
 
 
-def test_every_prompt_of_a_list_has_its_answers(post: Any) -> None:
+def test_every_prompt_of_a_list_and_every_chat_has_its_answers(post: Any) -> None:
+    generator = ScriptedGenerator("one", "two", "three")
+    status, answer = ask(post, generator, "/v1/chat/completions", n=3, max_tokens=9)
+    texts = [one["message"]["content"] for one in answer["choices"]]
+    assert (status, texts) == (200, ["one", "two", "three"])
+    assert len({str(one) for one in generator.asked}) == 1
     generator = ScriptedGenerator("ab", "cd", "ef", "gh")
     status, answer = ask(post, generator, prompt=["x", "yz"], n=2)
     assert status == 200
     assert [choice["text"] for choice in answer["choices"]] == ["ab", "cd", "ef", "gh"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [prompt for prompt, _ in generator.asked] == [[120], [120], [121, 122], [121, 122]]
-    assert answer["usage"]["prompt_tokens"] == 3
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 8)
     assert ask(post, ScriptedGenerator("ab", "cd"), prompt=[[1, 2], [3]])[0] == 200
     assert ask(post, ScriptedGenerator(), prompt=["x"] * 33, n=2)[0] == 400
 
@@ -227,17 +238,6 @@ def test_times_to_the_first_token_and_between_tokens_are_metrics(post: Any) -> N
     body = json.dumps({"prompt": "a"}).encode()
     assert asyncio.run(post(app, None, path="/v1/completions", raw=body))[0] == 200
     assert (app.service.first_ms.count, app.service.between_ms.count) == (1, 2)
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_n_answers_are_n_requests(post: Any, path: str) -> None:
-    generator = ScriptedGenerator("one", "two", "three")
-    status, answer = ask(post, generator, path, n=3, max_tokens=9)
-    texts = [one["message"]["content"] if "chat" in path else one["text"] for one in answer["choices"]]
-    assert (status, texts) == (200, ["one", "two", "three"])
-    assert [one["index"] for one in answer["choices"]] == [0, 1, 2]
-    assert answer["usage"]["completion_tokens"] == 11
-    assert len({str(one) for one in generator.asked}) == 1
 
 
 def test_a_stream_says_of_every_piece_whose_it_is(post: Any) -> None:

@@ -76,19 +76,6 @@ def expected(engine: Engine) -> Callable[[str], str]:
     return continued
 
 
-def test_openais_client_asks_the_bundle_of_a_language_model(url: str, expected: Callable[[str], str]) -> None:
-    openai = pytest.importorskip("openai")
-    best = {"x-min-accuracy": "40"}
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        assert client.models.retrieve("docs").id == "docs"
-        asked = {"model": "docs", "prompt": PROMPTS, "max_tokens": TOKENS, "n": 2, "extra_headers": best}
-        answer = client.completions.create(**asked, seed=1234, user="one")
-        texts = [(one.index, one.text) for one in answer.choices]
-        assert texts == list(enumerate(expected(prompt) for prompt in PROMPTS for _ in range(2)))
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="gpt", prompt="a")
-
-
 def test_the_client_of_hugging_face_reads_whole_chats_and_streams(
     url: str, expected: Callable[[str], str]
 ) -> None:
@@ -177,6 +164,8 @@ def test_guidellm_measures(url: str, path: str, tmp_path: Path) -> None:
         (["--demo", "--text"], "give --bundle"),
         (["--text", "--model", "a:b"], "--model: it does not apply"),
         (["--text", "--bundle", "FOLDER", "--workers", "2"], "--workers: it does not apply"),
+        (["--text", "--policy", "slackfit:4"], "--policy: it does not apply to --text"),
+        (["--text", "--table", "t.json"], "--table: it does not apply to --text"),
     ],
 )
 def test_what_is_no_language_model_is_refused(

@@ -89,10 +89,9 @@ def test_pieces_end_with_whole_characters() -> None:
 
 def test_a_long_text_costs_no_more_per_token_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder that remembers is used: nothing is decoded a second time."""
-    tokenizer = text_tokenizer()
-    codec = TextCodec(tokenizer)
+    codec = TextCodec(text_tokenizer())
     monkeypatch.setattr(codec, "text", lambda tokens: pytest.fail("decoded all tokens"))
-    assert "".join(map(codec.writer(), tokenizer.encode("abc " * 300).ids)) == "abc " * 300
+    assert "".join(map(codec.writer(), text_tokenizer().encode("abc " * 300).ids)) == "abc " * 300
 
 
 def test_special_tokens_are_not_shown() -> None:

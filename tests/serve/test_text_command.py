@@ -16,7 +16,6 @@ pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 from subnetact.generation.text import text_facts
-from subnetact.serve.cli import main
 
 openai = pytest.importorskip("openai")
 
@@ -56,14 +55,6 @@ def expected(prompt: str, count: int) -> str:
     return prompt_tokenizer().decode(tokens[: tokens.index(0)] if 0 in tokens else tokens)
 
 
-def counts(served: Any) -> dict[str, int]:
-    """Return the counters of the generator."""
-    status, _, text = served.call("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
-    assert status == 200
-    found = re.findall(r"^subnetact_generation_(\w+?)(?:_total)? ([\d.]+)$", text, re.MULTILINE)
-    return {name: int(float(value)) for name, value in found}
-
-
 def test_openais_client_is_answered_by_the_embedded_model(client: Any) -> None:
     best = {"x-min-accuracy": largest()}
     whole = client.completions.create(model="docstrings", prompt=PROMPT, max_tokens=24, extra_headers=best)
@@ -86,30 +77,6 @@ def test_openais_client_is_answered_by_the_embedded_model(client: Any) -> None:
     assert chat.choices[0].message.content == expected(f"user: {PROMPT}\nassistant:", 24)
 
 
-def test_a_deadline_that_no_subnet_meets_is_told_at_once(client: Any) -> None:
-    with pytest.raises(openai.InternalServerError) as raised:
-        client.completions.create(
-            model="docstrings", prompt=PROMPT, max_tokens=24, extra_headers={"x-deadline-ms": "0.001"}
-        )
-    assert (raised.value.status_code, raised.value.code) == (504, "DeadlinePassed")
-    with pytest.raises(openai.BadRequestError, match="more than 512"):
-        client.completions.create(model="docstrings", prompt=PROMPT, max_tokens=4000)
-
-
-def test_a_client_that_leaves_in_mid_stream_ends_its_request(
-    client: Any, served: Any, wait_for: Callable[..., None]
-) -> None:
-    before = counts(served)
-    stream = client.completions.create(
-        model="docstrings", prompt=PROMPT, max_tokens=450, temperature=1.5, stream=True
-    )
-    next(iter(stream))
-    stream.close()
-    wait_for(lambda: not counts(served)["active"], 60)
-    now = counts(served)
-    assert now["cancelled"] + now["finished"] == before["cancelled"] + before["finished"] + 1
-
-
 def test_the_blocks_of_the_page_about_this_client_run(client: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "howto" / "openai.md").read_text()
     names: dict[str, Any] = {}
@@ -119,14 +86,6 @@ def test_the_blocks_of_the_page_about_this_client_run(client: Any) -> None:
         exec(compile(local, "docs/howto/openai.md", "exec"), names)
     assert names["answer"].choices[0].text
     names["client"].close()
-
-
-def test_strangers_are_refused(served: Any) -> None:
-    body = {"prompt": PROMPT}
-    assert served.call("POST", "/v1/completions", body)[0] == 401
-    named = {"Authorization": f"Bearer {TOKEN}", "Host": "evil.example"}
-    assert served.call("POST", "/v1/completions", body, named)[0] == 400
-    assert served.call("GET", "/healthz")[0] == 200
 
 
 def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
@@ -148,16 +107,3 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
     assert pieces[-1].choices[0].finish_reason in ("stop", "length")
     assert served.process.wait(60) in (0, -signal.SIGTERM)
     assert served.stop() == ""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--workers", "2"],
-        ["--policy", "slackfit:4"],
-        ["--table", "t.json"],
-    ],
-)
-def test_options_of_other_models_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--text", *options]) == 2
-    assert f"{options[0]}: it does not apply to --text" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import Scheduled
 
-from subnetact.errors import DeadlinePassed, PolicyError, TraceError
+from subnetact.errors import BatchFailed, DeadlinePassed, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Batcher, poisson, simulate
 from subnetact.serving.policies import (
@@ -97,6 +97,14 @@ def test_a_policy_that_asks_for_the_impossible_is_told_so(a40: LatencyTable) -> 
 
     with pytest.raises(PolicyError, match="cannot run there"):
         simulate(np.zeros(8), Stubborn.table, Stubborn(), slo_ms=36.0, workers=1, expired="serve")
+    live = Scheduled(Stubborn(), slo_ms=36.0)
+    for x in range(9):
+        live.admit(x, 1e6)
+    assert live.idle() is None
+    failures = live.ended()
+    assert sorted(failures) == list(range(9)), "those that were taken, and those that still waited"
+    assert all(isinstance(failure, BatchFailed) for failure in failures.values())
+    assert live.scheduler.unfinished == 0
 
 
 def dispatcher_of(table: LatencyTable, policy: Any = None, expired: str = "serve") -> Dispatcher:

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled import Scheduled
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    QueueFull,
-    WorkerHung,
-    failure_text,
-)
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung, failure_text
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
 from subnetact.serving.scheduling.context import Context
@@ -345,19 +338,6 @@ def test_while_too_many_of_its_threads_hang_a_worker_stays_down() -> None:
     assert live.tick() == [0]
 
 
-def test_without_a_worker_requests_still_end() -> None:
-    live = opened("slackfit", "serve")
-    for worker in range(WORKERS):
-        for _ in range(3):
-            live.lose(worker)
-    live.admit(0, 15.0)
-    live.now = 10.0
-    assert (live.tick(), live.ended()) == ([], {})
-    live.now = 20.0
-    live.tick()
-    assert live.ended() == {0: DeadlinePassed}
-
-
 @pytest.mark.parametrize("expired", ["drop", "defer", "serve"])
 def test_requests_of_a_lost_batch_end_at_their_deadline_while_workers_start(expired: str) -> None:
     live = opened("maxacc", expired, watchdog_ms=math.inf)
@@ -414,14 +394,6 @@ def test_closing_does_not_wait_for_workers_that_only_die() -> None:
         for worker in live.tick():
             live.start(worker)
     assert isinstance(ended["first"], BatcherClosed)
-
-
-def test_a_batch_that_was_booked_is_not_lost_with_a_thread_that_never_got_it() -> None:
-    live = opened("maxacc", "drop")
-    live.admit("x", 500.0)
-    first_job(live)
-    live.lose(0, MemoryError())
-    assert [request.x for request in first_job(live, 1).part] == ["x"]
 
 
 def test_the_policy_sees_the_workers_that_are_up() -> None:

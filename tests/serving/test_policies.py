@@ -121,13 +121,6 @@ def test_slackfit_keeps_its_margin(a40):
         assert asked(tight, slack, 16) == asked(SlackFit(a40, slo_ms=36.0), (slack - 2.0) / 1.1, 16)
 
 
-def test_slackfit_serves_a_light_load_with_accurate_subnets(a40):
-    result = simulate(
-        poisson(1500, 10, seed=0), a40, SlackFit(a40, slo_ms=8.0), slo_ms=8.0, workers=8, expired="serve"
-    )
-    assert result.mean_accuracy > 79.5
-
-
 @settings(max_examples=200)
 @given(table=tables(), slack=st.floats(0, 60), queued=st.integers(1, 12))
 def test_greedy_policies_are_their_definitions(table, slack, queued):
@@ -162,17 +155,6 @@ def test_greedy_policies_are_their_definitions(table, slack, queued):
     subnet, _ = asked(CheapestFeasible(table), slack, queued, floor)
     assert table.accuracy[subnet] >= floor
     assert taus[subnet] == min(tau for tau, a in zip(taus, table.accuracy, strict=True) if a >= floor)
-
-
-@settings(max_examples=100)
-@given(table=tables(), data=st.data())
-def test_every_policy_meets_the_floor_it_is_asked_for(table, data):
-    floor = data.draw(st.sampled_from(table.accuracy))
-    slack, queued = data.draw(st.floats(-5, 60)), data.draw(st.integers(1, 40))
-    for name in ("hullfit", "slackfit", "maxbatch", "maxacc", "cheapest"):
-        subnet, size = asked(make_policy(name, table, 41.0), slack, queued, floor)
-        assert table.accuracy[subnet] >= floor
-        assert size in table.batch_sizes
 
 
 @settings(max_examples=100)
@@ -244,28 +226,6 @@ def test_hullfit_misses_nothing_where_slackfit_does(a40):
     assert best.effective_accuracy > other.effective_accuracy
 
 
-def test_hullfit_serves_a_mix_of_floors(a40):
-    trace = poisson(11000, 4, seed=1)
-    draw = np.random.default_rng(0).random(len(trace))
-    floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
-    best = simulate(
-        trace, a40, HullFit(a40, slo_ms=36.0), min_accuracy=floors, slo_ms=36.0, workers=8, expired="serve"
-    )
-    assert best.attainment > 0.99
-    assert (
-        simulate(
-            trace,
-            a40,
-            SlackFit(a40, slo_ms=36.0),
-            min_accuracy=floors,
-            slo_ms=36.0,
-            workers=8,
-            expired="serve",
-        ).attainment
-        < 0.9
-    )
-
-
 def test_model_switching_follows_the_rate(a40):
     slow, fast = poisson(1000, 4, seed=0), 4000 + poisson(11000, 4, seed=1)
     policy = ModelSwitching(a40, slo_ms=36.0)
@@ -277,26 +237,6 @@ def test_model_switching_follows_the_rate(a40):
     assert max(a40.accuracy[s] for s in late) < min(a40.accuracy[s] for s in early)
     changes = [b.t_ms for a, b in pairwise(decisions) if a.subnet != b.subnet]
     assert np.all(np.diff(changes) >= 1000.0)
-
-
-def test_a_user_policy_takes_ten_lines(a40):
-    class MostAccurateThatFits:
-        def __init__(self, table):
-            self.table = table
-
-        def decide(self, context):
-            fitting = np.argwhere(self.table.latency_ms <= context.slack_ms)
-            if not len(fitting):
-                return 0, self.table.batch_sizes[-1]
-            subnet, column = max(fitting, key=lambda at: (at[0], at[1]))
-            return int(subnet), self.table.batch_sizes[column]
-
-    policy = MostAccurateThatFits(a40)
-    assert isinstance(policy, Policy)
-    assert (
-        simulate(poisson(1000, 1, seed=0), a40, policy, slo_ms=36.0, workers=8, expired="serve").attainment
-        > 0.9
-    )
 
 
 def test_the_registry_makes_every_policy(a40):

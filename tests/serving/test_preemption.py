@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_runners import FOREVER, Sleeping
 from scheduled import Scheduled
@@ -15,14 +13,7 @@ from virtual_time import VirtualTime
 
 from subnetact.errors import BatchFailed, DeadlinePassed
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import (
-    Batcher,
-    Fixed,
-    Preemptive,
-    SlackFit,
-    poisson,
-    simulate,
-)
+from subnetact.serving import Batcher, Fixed, Preemptive, SlackFit, simulate
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.scheduling.request import Ask, Job, Request
@@ -90,12 +81,7 @@ def test_blocks_are_as_long_as_the_time_that_urgent_requests_may_wait() -> None:
 def test_a_batch_stops_at_the_end_of_its_block_and_continues() -> None:
     slo = [100.0] * 16 + [20.0]
     result = simulate(
-        [0.0] * 16 + [5.0],
-        TABLE,
-        Preemptive(Fixed(TABLE, 1)),
-        slo,
-        blocks=BLOCKS,
-        requests=True,
+        [0.0] * 16 + [5.0], TABLE, Preemptive(Fixed(TABLE, 1)), slo, blocks=BLOCKS, requests=True
     )
     assert result.log is not None
     assert (result.met, result.preempted) == (17, 1)
@@ -307,25 +293,3 @@ def test_a_new_request_is_looked_at_between_blocks() -> None:
     urgent = live.scheduler.step_done(job, 0.2, live.now)
     assert urgent is not None
     assert "urgent" in [request.x for request in urgent.part]
-
-
-@pytest.mark.parametrize(("look_ms", "seconds", "within"), [(0.0, 1.0, 1e-9), (1.0, 2.5, 0.02)])
-def test_the_simulator_predicts_the_live_batcher(look_ms: float, seconds: float, within: float) -> None:
-    """Attainment is the same, with policy and rule shared; looks cost a block somewhat different times."""
-    rng = np.random.default_rng(3)
-    arrivals = poisson(250, seconds, seed=3)
-    slo = np.where(rng.random(len(arrivals)) < 0.15, 22.0, 180.0)
-    policy = Preemptive(SlackFit(TABLE, 180.0))
-    found = simulate(arrivals, TABLE, policy, slo, blocks=BLOCKS, look_ms=look_ms)
-    without = simulate(arrivals, TABLE, SlackFit(TABLE, 180.0), slo)
-    assert found.preempted > 10
-    assert found.attainment > without.attainment + 0.02
-    engine = sleeping(look_ms=look_ms)
-    with opened(engine, Preemptive(SlackFit(TABLE, 180.0)), slo_ms=180.0) as batcher:
-        engine.time.send(
-            (float(at), partial(batcher.submit, "x", float(given)))
-            for at, given in zip(arrivals - arrivals[0], slo, strict=True)
-        )
-        stats = batcher.stats()
-    assert stats.preempted > 10
-    assert stats.attainment == pytest.approx(found.attainment, abs=within)

@@ -75,14 +75,6 @@ TestQueueModel = QueueModel.TestCase
 TestQueueModel.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_equal_deadlines_leave_in_order_of_arrival():
-    queue = EDFQueue()
-    for item in "abc":
-        queue.push(5.0, item)
-    queue.push(4.0, "first")
-    assert queue.take(4) == ["first", "a", "b", "c"]
-
-
 def test_taken_items_are_released():
     class Input:
         pass

@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import (
-    Fixed,
-    HullFit,
-    ModelSwitching,
-    SlackFit,
-    make_policy,
-)
+from subnetact.serving.policies import Fixed, HullFit, ModelSwitching, SlackFit, make_policy
 from subnetact.serving.simulation.simulator import WorkerEvent, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
@@ -37,8 +31,7 @@ def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times,
     slo = data.draw(st.lists(st.floats(6, 50), min_size=len(times), max_size=len(times)))
     floors = data.draw(
         st.one_of(
-            st.none(),
-            st.lists(st.sampled_from([0.0, 78.25, 79.0]), min_size=len(times), max_size=len(times)),
+            st.none(), st.lists(st.sampled_from([0.0, 78.25, 79.0]), min_size=len(times), max_size=len(times))
         )
     )
     workers = data.draw(st.integers(1, 3))
@@ -237,13 +230,7 @@ def test_switching_a_worker_costs_its_delay(a40):
             return self.turn % 2, 1
 
     result = simulate(
-        [0.0, 100.0, 200.0],
-        a40,
-        Alternate(),
-        slo_ms=400.0,
-        workers=1,
-        decisions=True,
-        expired="serve",
+        [0.0, 100.0, 200.0], a40, Alternate(), slo_ms=400.0, workers=1, decisions=True, expired="serve"
     )
     took = [d.finish_ms - d.t_ms for d in result.decisions]
     assert took == pytest.approx([a40.latency_ms[1, 0], a40.latency_ms[0, 0] + 30, a40.latency_ms[1, 0] + 30])

@@ -16,13 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from subnetact import __version__
-from subnetact.errors import (
-    DeadlinePassed,
-    FileFormatError,
-    MissingExtra,
-    QueueFull,
-    WriteError,
-)
+from subnetact.errors import DeadlinePassed, FileFormatError, MissingExtra, QueueFull, WriteError
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.histograms import Histogram
@@ -201,12 +195,7 @@ def test_a_replay_under_the_same_policy_repeats_the_live_run(tmp_path: Path, cap
     engine, log = Timed(), tmp_path / "log.jsonl"
     rng = np.random.default_rng(0)
     with Batcher(
-        engine,
-        policy=Fixed(TABLE, 0),
-        slo_ms=36.0,
-        clock_ms=engine.clock_ms,
-        decision_log=log,
-        learn=False,
+        engine, policy=Fixed(TABLE, 0), slo_ms=36.0, clock_ms=engine.clock_ms, decision_log=log, learn=False
     ) as batcher:
         for gap, slo in zip(rng.uniform(2.0, 5.0, 60), rng.choice([0.5, 1.5, 9.0], 60), strict=True):
             engine.now += float(gap)

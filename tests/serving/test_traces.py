@@ -5,19 +5,8 @@ import numpy as np
 import pytest
 
 from subnetact.errors import TraceError
-from subnetact.serving.simulation.datasets import (
-    TRACES,
-    load_trace,
-    superserve_a40,
-    trace_series,
-)
-from subnetact.serving.simulation.traces import (
-    bursty,
-    from_counts,
-    from_timestamps,
-    poisson,
-    time_varying,
-)
+from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40, trace_series
+from subnetact.serving.simulation.traces import bursty, from_counts, from_timestamps, poisson, time_varying
 
 
 def cv2(times):

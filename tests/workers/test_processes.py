@@ -30,7 +30,6 @@ from subnetact.errors import (
     EngineError,
     InvalidRequest,
     MissingFile,
-    PolicyError,
     SpecError,
     WorkerDied,
     WorkerHung,
@@ -41,13 +40,14 @@ from subnetact.workers.memory import BatchMemory, SharedMemory
 from subnetact.workers.pool import ProcessPool
 from subnetact.workers.process import WorkerProcess
 
+Open = Callable[..., Batcher]
 LONG = 60_000.0
 EXAMPLE = torch.zeros(1, 16, 16)
 IMAGES = torch.randn(12, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Batcher]]:
+def opened(tmp_path: Path) -> Iterator[Open]:
     """Opens a batcher with worker processes that take commands."""
     batchers: list[Batcher] = []
 
@@ -111,7 +111,7 @@ def workers_of(pid: int) -> set[int]:
 
 
 def test_faults_stay_with_their_request_and_the_process_is_replaced(
-    opened: Callable[..., Batcher], wait_for: Any, caplog: pytest.LogCaptureFixture
+    opened: Open, wait_for: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A crash in native code, an exit and a hang cost a retry; errors arrive as they are."""
     batcher = opened(spares=0, watchdog_ms=3000.0)
@@ -169,7 +169,7 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
 
 
 def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
-    opened: Callable[..., Batcher], wait_for: Any, held: threading.Event
+    opened: Open, wait_for: Any, held: threading.Event
 ) -> None:
     now = [0.0]
     batcher = opened(spares=0, clock_ms=lambda: now[0])
@@ -243,7 +243,7 @@ def test_spares_start_after_what_is_waited_for_and_take_over(
         pool.close()
 
 
-def test_close_ends_although_a_batch_hangs_forever(opened: Callable[..., Batcher]) -> None:
+def test_close_ends_although_a_batch_hangs_forever(opened: Open) -> None:
     batcher = opened(spares=0, watchdog_ms=800.0)
     future = ask(batcher, "hang", -1.0)
     batcher.close()
@@ -461,24 +461,6 @@ def test_nothing_is_left_of_the_workers_of_a_dead_parent(
 
 
 # -- what is refused ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"process": "fork"}, "spawn"),
-        ({"process": "forkserver"}, "spawn"),
-        ({"process": 2}, "process: 2"),
-        ({"process": None}, "process: None"),
-        ({"process": True, "workers": 0}, "workers"),
-        ({"process": True, "spares": -1}, "spares"),
-        ({"process": True, "spares": True}, "spares"),
-        ({"process": True, "threads_per_worker": 0}, "threads_per_worker"),
-    ],
-)
-def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=message):
-        Batcher(CommandRunner(tmp_path), policy=Fixed(TABLE, 0), slo_ms=36.0, **options)
 
 
 def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Supernet) -> None:
