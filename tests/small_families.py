@@ -6,6 +6,7 @@ The tests and `benchmarks/export.py` use these.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from ofa_adapters import load
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["GOLDEN", "small_constructor", "small_inputs", "small_supernet", "without_skipped"]
+__all__ = [
+    *("GOLDEN", "golden_fingerprint", "golden_state", "small_constructor", "small_inputs", "small_supernet"),
+    "without_skipped",
+]
 
 GOLDEN = Path(__file__).parent / "golden"
 """Weights, inputs and outputs of upstream's networks, one folder per family."""
@@ -62,11 +66,22 @@ def small_constructor(family: str) -> dict[str, Any]:
     return dict(facts["constructor"])
 
 
+def golden_state(family: str) -> dict[str, Tensor]:
+    """Return the golden weights under upstream's names."""
+    return load_file(GOLDEN / family / "state_dict.safetensors")
+
+
+@cache
+def golden_fingerprint(family: str) -> str:
+    """Return the fingerprint of the supernet with golden weights."""
+    return small_supernet(family).fingerprint()
+
+
 def small_supernet(family: str) -> Supernet:
     """Return a small supernet: with its golden weights, or with random ones that are always the same."""
     constructor = small_constructor(family)
     if family not in WITHOUT_GOLDEN:
-        return load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **constructor)
+        return load(family, golden_state(family), **constructor)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         supernet = load(family, **constructor)

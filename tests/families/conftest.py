@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_families import GOLDEN, small_constructor, small_inputs, small_supernet
+from small_families import GOLDEN, golden_state, small_inputs, small_supernet
 
 from ofa_adapters import load, upstream_state_dict
 from subnetact.supernet.supernet import Supernet
@@ -37,7 +37,7 @@ class Golden:
         return self.facts["cases"]
 
     def state(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "state_dict.safetensors")
+        return golden_state(self.family)
 
     def load(self) -> Supernet:
         return load(self.family, self.state(), **self.facts["constructor"])
@@ -65,12 +65,6 @@ def supernet_of() -> Callable[[str], Supernet]:
 
 
 @pytest.fixture(scope="session")
-def constructor_of() -> Callable[[str], dict[str, Any]]:
-    """Constructor arguments of a small network."""
-    return small_constructor
-
-
-@pytest.fixture(scope="session")
 def small() -> Callable[[str], Supernet]:
     """A small supernet; tests do not change it."""
     return cache(small_supernet)
@@ -80,12 +74,6 @@ def small() -> Callable[[str], Supernet]:
 def inputs_of() -> Callable[..., tuple[torch.Tensor, ...]]:
     """The first input of a small supernet, the only one that each of them needs."""
     return lambda family, n=2: tuple(small_inputs(family, n).values())[:1]
-
-
-@pytest.fixture(scope="session")
-def golden_state() -> Callable[[str], dict[str, torch.Tensor]]:
-    """Weights under upstream's names."""
-    return lambda family: read_golden(family).state()
 
 
 @pytest.fixture(scope="session")
@@ -107,9 +95,3 @@ def written_back() -> Callable[..., dict[str, torch.Tensor]]:
         return written
 
     return check
-
-
-@pytest.fixture(scope="session")
-def small_fingerprint() -> Callable[[str], str]:
-    """The fingerprint of a golden supernet."""
-    return cache(lambda family: read_golden(family).load().fingerprint())

@@ -1,4 +1,4 @@
-"""AutoFormer's variants that have no goldens, against an independent reference; its slices."""
+"""AutoFormer's variants that have no goldens, against an independent reference."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ofa_adapters import load
-from ofa_adapters.networks.autoformer import RelativePosition
-from subnetact.errors import CheckpointError, InsertError, SpecError
-from subnetact.insertion.insert import insert_
-from subnetact.operators import ElasticAttribute, LayerNormSlice
-from subnetact.space import Axis, AxisValues, SubnetSpace
+from subnetact.errors import CheckpointError, SpecError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
 FACTS = json.loads((GOLDEN / "cases.json").read_text())
@@ -67,10 +62,7 @@ def reference(
                     for c in range(tokens):
                         index = [0, 0]
                         if a and c:
-                            steps = (
-                                (c - 1) // side - (a - 1) // side,
-                                (c - 1) % side - (a - 1) % side,
-                            )
+                            steps = ((c - 1) // side - (a - 1) // side, (c - 1) % side - (a - 1) % side)
                             index = [max(-reach, min(reach, step)) + reach + 1 for step in steps]
                         both[what][a, c] = tables[0][index[0]] + tables[1][index[1]]
             scores = scores + torch.einsum("nhqd,qkd->nhqk", q, both["k"]) * scale
@@ -137,108 +129,12 @@ def test_no_table_has_an_entry_for_every_pair_of_tokens() -> None:
     assert 0 < largest.elements < tokens**2 * head_features / 4
 
 
-@pytest.mark.parametrize("reach", [1, 14])
-def test_gradients_of_the_relative_positions_are_those_of_the_tables(reach: int) -> None:
-    side, features = 3, 4
-    tokens = 1 + side**2
-    position = RelativePosition(side, reach, features)
-    q, k, v = torch.randn(3, 2, 2, tokens, features, generator=torch.Generator().manual_seed(0)).unbind(0)
-    y = position.collect(F.scaled_dot_product_attention(*position.extend(q, k, v), scale=0.3))
-    patch = torch.arange(side**2)
-    both = dict.fromkeys(("key", "value"), torch.zeros(()))
-    for axis, place in (("vertical", patch // side), ("horizontal", patch % side)):
-        distance = (place[None, :] - place[:, None]).clamp(-reach, reach) + reach + 1
-        index = F.pad(distance, (1, 0, 1, 0))
-        for name in both:
-            both[name] = both[name] + position.get_parameter(f"{name}_{axis}")[index]
-    weights = (0.3 * (q @ k.transpose(-1, -2) + torch.einsum("nhid,ijd->nhij", q, both["key"]))).softmax(-1)
-    expected = weights @ v + torch.einsum("nhij,ijd->nhid", weights, both["value"])
-    torch.testing.assert_close(y, expected)
-    tables = list(position.parameters())
-    for found, wanted in zip(
-        torch.autograd.grad(y.square().sum(), tables),
-        torch.autograd.grad(expected.square().sum(), tables),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, wanted)
-        assert wanted.abs().max() > 1e-2
-
-
-def test_the_given_search_space_is_the_space() -> None:
+def test_the_given_search_space_is_the_space_and_variants_refuse_each_others_checkpoints() -> None:
     supernet = load("autoformer", state(), **FACTS["constructor"], search_space=FACTS["search_space"])
     assert supernet.space.size() == 3 * sum((2 * 3) ** depth for depth in (1, 2, 3))
     with pytest.raises(
         SpecError, match=r"embed\[0\] \(stream\): 128 is not a choice; choose from 72, 96, 120"
     ):
         supernet.space.parse(next(c["config"] for c in FACTS["cases"] if c["name"] == "super_dims"))
-
-
-def test_a_variants_checkpoint_is_refused_by_another() -> None:
     with pytest.raises(CheckpointError, match=r"12 extra: blocks\.0\.attn\.rel_pos_embed_k"):
         load("autoformer", state(), **{**FACTS["constructor"], "relative_position": False})
-
-
-# -- slices ------------------------------------------------------------------------------------------
-
-
-class Token(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.arange(8.0).view(1, 8))
-        self.heads = 8
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.token / self.heads
-
-
-def resolve(values: AxisValues) -> dict[str, int]:
-    return {"width": int(values["width"][0] or 0)}
-
-
-SPACE = SubnetSpace("slices", [Axis.uniform("width", ["w"], (4, 8))], resolve)
-
-
-def test_parameters_norms_and_settings_follow_their_dimension() -> None:
-    network = nn.Sequential(Token(), nn.LayerNorm(8))
-    elastic = {"0": ElasticAttribute.on(token="width"), "1": LayerNormSlice.on(features="width")}
-    supernet = insert_(network, SPACE, elastic).eval()
-    x = torch.randn(3, 4)
-    expected = F.layer_norm(x + torch.arange(4.0) / 8, (4,))
-    view = supernet.subnet(SPACE.smallest())
-    torch.testing.assert_close(view(x), expected)
-    assert view[1].normalized_shape == (4,)
-    assert view[0].token.data_ptr() == network[0].get_parameter("token").data_ptr()
-    torch.testing.assert_close(supernet.extract(SPACE.smallest())(x), expected)
-    settings = insert_(nn.Sequential(Token()), SPACE, {"0": ElasticAttribute.on(heads="width")}).eval()
-    y = torch.zeros(1, 8)
-    torch.testing.assert_close(settings(y, subnet=SPACE.smallest()), torch.arange(8.0)[None] / 4)
-    torch.testing.assert_close(settings(y, subnet=SPACE.largest()), torch.arange(8.0)[None] / 8)
-
-
-@pytest.mark.parametrize(
-    ("module", "entry", "message"),
-    [
-        (nn.Linear(8, 8), LayerNormSlice.on(features="width"), "only GroupNorm, and LayerNorm"),
-        (nn.LayerNorm((2, 8)), LayerNormSlice.on(features="width"), "over several axes"),
-        (
-            nn.Sequential(nn.Linear(8, 8)),
-            ElasticAttribute.on(weight="width"),
-            "parameters of the module itself",
-        ),
-        (
-            nn.ReLU(),
-            ElasticAttribute.on(heads="width"),
-            r"it sets whole numbers and .* not \['heads'\]",
-        ),
-        (
-            nn.LayerNorm(4),
-            LayerNormSlice.on(features="width"),
-            "the largest subnet has 8 at width, the module only 4",
-        ),
-    ],
-)
-def test_modules_that_cannot_be_sliced_are_refused(module: nn.Module, entry: Any, message: str) -> None:
-    network = nn.Sequential(module)
-    with pytest.raises(InsertError, match=message):
-        insert_(network, SPACE, {"0": entry})
-    assert network[0] is module

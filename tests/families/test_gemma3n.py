@@ -151,6 +151,9 @@ def test_random_subnets_equal_the_model_of_the_sliced_configuration(supernet: su
         assert distance(logits(model), expected) > 100 * TOLERANCE, str(spec)
         assert space.parse(row) == space.parse(json.loads(json.dumps(row))) == spec
         assert space.parse({DIMS: str(row[DIMS]), SKIPPED: str(row[SKIPPED])}) == spec
+    again, options = pickle.loads(pickle.dumps(supernet)), {"max_new_tokens": 8, "do_sample": False}
+    alone = sliced(full, row, TINY).generate(TOKENS, **options)
+    assert again.subnet(spec).generate(TOKENS, **options).tolist() == alone.tolist()
 
 
 @settings(max_examples=8)
@@ -181,16 +184,6 @@ def test_random_configurations(data: Any) -> None:
             continue  # transformers builds no model without a layer of a kind.
         expected = logits(sliced(full, row, config))
         assert distance(logits(supernet.subnet(spec)), expected) < TOLERANCE
-
-
-@torch.no_grad()
-def test_generation_equals_the_sliced_model(supernet: subnetact.Supernet) -> None:
-    full = plain(supernet.network)
-    for seed in (1, 2, 3):
-        spec = supernet.space.sample(seed)
-        alone = sliced(full, supernet.space.format(spec), TINY)
-        expected = alone.generate(TOKENS, max_new_tokens=8, do_sample=False).tolist()
-        assert supernet.subnet(spec).generate(TOKENS, max_new_tokens=8, do_sample=False).tolist() == expected
 
 
 @torch.no_grad()
@@ -247,9 +240,7 @@ def test_layers_that_store_keys_and_values_cannot_be_skipped(supernet: subnetact
         skipping.check({"input_ids": TOKENS})
 
 
-def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(
-    supernet: subnetact.Supernet,
-) -> None:
+def test_a_description_keeps_layers_that_store_keys_and_values(supernet: subnetact.Supernet) -> None:
     network = plain(supernet.network)
     found = subnetact.describe(network, {"input_ids": TOKENS}, axes=("depth",), each_block=True, proof=False)
     assert {"model.layers.4.depth", "model.layers.5.depth"} <= set(found.refused)
@@ -265,9 +256,7 @@ def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, t
     assert distance(logits(loaded), logits(supernet.subnet(spec))) < TOLERANCE
 
 
-def test_checkpoints_of_the_language_model_and_of_the_whole_model(
-    supernet: subnetact.Supernet, tmp_path: Path
-) -> None:
+def test_checkpoints_of_the_text_and_of_the_whole_model(supernet: subnetact.Supernet, tmp_path: Path) -> None:
     full = plain(supernet.network)
     full.save_pretrained(tmp_path / "text", max_shard_size="20KB")
     assert (tmp_path / "text" / "model.safetensors.index.json").exists()
@@ -290,41 +279,15 @@ def test_checkpoints_of_the_language_model_and_of_the_whole_model(
         ofa_adapters.checkpoint.read(tmp_path / "text")
 
 
-def test_rows_of_the_published_file_are_subnets(supernet: subnetact.Supernet) -> None:
-    space, full = supernet.space, ", ".join(["4 * 6"] * 10)
-    dims = ", ".join(["4 * 6"] * 4 + ["1_2"] * 4)
-    text = (
-        "name,# Layers,# Effective Params (B),MMLU PT accuracy,FFN Hidden Dims,Layers Skipped\n"
-        f'Main model,10,3.98,62.30%,"[{full}]",\n'
-        f'Small,8,1.91,50.90%,"[{dims}]","[6, 8]"\n'
-        f'Bare,,,,"[{", ".join(["8"] * 10)}]",null\n'
-    )
-    found = {row["name"]: space.parse(row) for row in csv.DictReader(io.StringIO(text))}
-    assert found["Main model"] == space.largest()
-    assert space.format(found["Small"]) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
-    written = [{name: str(value) for name, value in space.format(spec).items()} for spec in found.values()]
-    assert list(map(space.parse, written)) == list(found.values())
-
-
 PUBLISHED = """
 Main model                      3.98 62.30% 0-34
 Config for official E2B Model   1.91 50.90%
 Config for E1.96B (layer-level) 1.96 53.40% 4
-Config for E2.54B (layer-level) 2.54 55.40% 4 20-24
 Config for E2.69B (layer-level) 2.69 57.70% 4 9 14 19-24
-Config for E2.98B (layer-level) 2.98 59.50% 15-24 30-34
-Config for E3.18B (layer-level) 3.18 61.80% 4 9-24 29 34
-Config for E3.39B (layer-level) 3.39 63.00% 4 9-29 34
-Config for E3.59B (layer-level) 3.59 63.40% 4-29 34
-Config for E3.79B (layer-level) 3.79 63.40% 4-34
 Config for E2.49B (block-level) 2.49 54.50% 20-24
-Config for E2.73B (block-level) 2.73 57.10% 15-24
-Config for E2.98B (block-level) 2.98 59.50% 10-24
-Config for E3.24B (block-level) 3.24 60.70% 10-29
-Config for E3.49B (block-level) 3.49 61.40% 5-29
 Config for E3.79B (block-level) 3.74 62.00% 5-34
 """
-"""The rows of google/gemma3n-slicing-configs: parameters in billions, MMLU, and the layers of full width.
+"""Rows of google/gemma3n-slicing-configs: parameters in billions, MMLU, and the layers of full width.
 
 The two slices with less than 2 billion parameters have 30 layers, without 20 to 24; the others have 35."""
 
@@ -354,7 +317,7 @@ def test_the_published_rows_are_the_named_subnets_of_a_bundle(tmp_path: Path) ->
     quality = {name: {"mmlu": float(row["MMLU PT accuracy"].rstrip("%"))} for name, row in rows.items()}
     supernet.save_pretrained(tmp_path / "bundle", subnets=rows, quality=quality, source="the published file")
     saved: Any = subnetact.from_pretrained(tmp_path / "bundle")
-    assert len({*saved.card.subnets.values()}) == len(rows) == 16
+    assert len({*saved.card.subnets.values()}) == len(rows) == 6
     assert saved.card.subnets["Main model"] == saved.space.largest()
     name = "Config for E1.96B (layer-level)"
     stated = supernet.space.format(saved.card.subnets[name])
@@ -376,7 +339,7 @@ def test_the_published_rows_are_the_named_subnets_of_a_bundle(tmp_path: Path) ->
         ([1], SpecError, "expected a mapping of axes"),
     ],
 )
-def test_rows_that_are_no_subnet_are_refused(
+def test_rows_that_are_no_subnet(
     supernet: subnetact.Supernet, row: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -404,10 +367,3 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MissingExtra, match=r"pip install 'subnetact\[hf\]'"):
         ofa_adapters.load("gemma3n", config=TINY)
     assert ofa_adapters.language_models() == ("gemma3n", "nemotron_elastic")
-
-
-def test_supernets_and_spaces_are_pickled(supernet: subnetact.Supernet) -> None:
-    again = pickle.loads(pickle.dumps(supernet))
-    spec = supernet.space.sample(3)
-    assert torch.equal(logits(again.subnet(spec)), logits(supernet.subnet(spec)))
-    assert again.space.format(spec) == supernet.space.format(spec)

@@ -13,15 +13,9 @@ import torch.nn.functional as F
 
 import subnetact
 from ofa_adapters import load, upstream_state_dict
-from subnetact.errors import CheckpointError, IllegalChoice, InsertError, SpecError
-from subnetact.insertion.insert import insert_
-from subnetact.operators import (
-    ModuleSwitch,
-    PerWidthBatchNorm2d,
-    PerWidthNorm,
-    SwitchableModule,
-)
-from subnetact.space import Axis, SubnetSpace, make_divisible
+from subnetact.errors import CheckpointError, SpecError
+from subnetact.operators import PerWidthBatchNorm2d, SwitchableModule
+from subnetact.space import make_divisible
 from subnetact.supernet.supernet import Supernet
 
 EPS = 1e-5
@@ -128,11 +122,6 @@ def test_slimmable_resnet_equals_the_reference(resnet: Supernet, width: float) -
     assert resnet.subnet(spec).input_stem.bn.weight.data_ptr() == shared.data_ptr()
 
 
-def test_every_width_has_an_affine_of_its_own(resnet: Supernet) -> None:
-    narrow, wide = (resnet.subnet(resnet.space.parse(w)).input_stem.bn for w in (0.125, 0.25))
-    assert not torch.equal(narrow.weight, wide.weight[: len(narrow.weight)])
-
-
 def test_one_widths_calibration_leaves_the_others(resnet: Supernet) -> None:
     copied = pickle.loads(pickle.dumps(resnet))
     specs = [copied.space.parse(w) for w in sorted(WIDTHS)]
@@ -147,7 +136,7 @@ def test_one_widths_calibration_leaves_the_others(resnet: Supernet) -> None:
     assert written["features.0.1.bn.0.running_mean"].equal(resnet_state()["features.0.1.bn.0.running_mean"])
 
 
-def test_weights_are_written_under_upstreams_names(written_back: Callable[..., Any]) -> None:
+def test_weights_are_written_with_upstreams_names(written_back: Callable[..., Any]) -> None:
     written_back("slimmable_resnet50", resnet_state(), num_classes=5, width_mult_list=WIDTHS)
     constructor = {"num_classes": 5, "width_mult_list": US_WIDTHS, "width_mult_range": [0.175, TOP]}
     written_back("us_mobilenet_v2", us_state(), **constructor)
@@ -269,20 +258,6 @@ def test_us_mobilenet_equals_the_reference(us: Supernet, width: float) -> None:
     assert type(us.extract(spec).first_bn) is torch.nn.BatchNorm2d
 
 
-def test_one_affine_and_statistics_per_width(us: Supernet) -> None:
-    narrow, wide = (us.subnet(us.space.parse(w)).first_bn for w in (0.6, 1.0))
-    assert narrow.weight.data_ptr() == wide.weight.data_ptr()
-    assert torch.equal(narrow.running_mean, us_state()["features.0.1.bn.0.running_mean"])
-    assert torch.equal(wide.running_var, us_state()["features.0.1.bn.3.running_var"])
-
-
-def test_an_unlisted_width_is_refused(us: Supernet) -> None:
-    with pytest.raises(
-        IllegalChoice, match=r"width\[0\] \(network\): 0.4 is not a choice; choose from 0.5, 0.6"
-    ):
-        us.space.parse({"width_mult": 0.4})
-
-
 def test_training_updates_the_listed_statistics(us: Supernet) -> None:
     copied = pickle.loads(pickle.dumps(us)).train()
     spec = copied.space.parse(0.5)
@@ -317,20 +292,6 @@ def test_bad_width_lists_are_refused() -> None:
         load("us_mobilenet_v2", None, width_mult_list=[0.35, 1.0], width_mult_range=[0.1, 0.5])
     with pytest.raises(SpecError, match="depth 34 is not known; choose from"):
         load("slimmable_resnet50", None, depth=34)
-
-
-def test_switch_and_listed_norm_refuse_other_modules() -> None:
-    space = SubnetSpace(
-        "one", [Axis.uniform("width", ["w"], (1, 2))], lambda v: {"position": int(v["width"][0] or 0)}
-    )
-    conv = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1))
-    with pytest.raises(InsertError, match="only SwitchableModule"):
-        insert_(conv, space, {"0": ModuleSwitch.on(choice="position")})
-    with pytest.raises(InsertError, match="only PerWidthBatchNorm2d"):
-        insert_(conv, space, {"0": PerWidthNorm.on(channels="position", position="position")})
-    alternatives = SwitchableModule(torch.nn.BatchNorm2d(2), default=0)
-    with pytest.raises(InsertError, match="the largest subnet has 2 at position, the module only 1"):
-        insert_(torch.nn.Sequential(alternatives), space, {"0": ModuleSwitch.on(choice="position")})
 
 
 def test_the_plain_modules_run_as_the_widest() -> None:

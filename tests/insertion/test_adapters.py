@@ -155,23 +155,6 @@ def test_adapters_are_switched_under_cached_views() -> None:
     assert not torch.allclose(first, other)
 
 
-def test_the_model_of_peft_itself_runs_subnets() -> None:
-    supernet = subnetact.insert_(llama(), example=TOKENS, axes=("ffn", "heads", "stream"))
-    supernet.actuate(supernet.space.smallest())
-    first = lora([*LINEAR, "embed_tokens"], modules_to_save=["lm_head"])
-    model = peft.get_peft_model(supernet.network, first).eval()
-    model.add_adapter("other", lora(["up_proj", "v_proj"]))
-    model.set_adapter("other")
-    with torch.no_grad():
-        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
-        close(logits(model, TOKENS), logits(supernet.extract(supernet.active), TOKENS))
-        for name in ("default", "other"):
-            model.set_adapter(name)
-            for spec in specs_of(supernet):
-                with supernet.running(spec):
-                    close(logits(model, TOKENS), logits(supernet.extract(spec), TOKENS))
-
-
 def test_gradients_reach_the_slice_of_the_adapter_alone() -> None:
     supernet = subnetact.insert_(llama(), example=TOKENS, axes=("ffn",))
     model = peft.get_peft_model(supernet.network, lora(["up_proj", "down_proj"]))
@@ -234,18 +217,6 @@ def test_a_variant_that_is_added_later_is_refused_when_a_subnet_is_asked_for() -
             supernet.subnet(supernet.space.smallest())
     model.delete_adapter("other")
     logits(supernet, TOKENS, subnet=supernet.space.smallest())
-
-
-def test_adapters_of_layers_that_stay_whole_are_whole() -> None:
-    supernet = subnetact.insert_(llama(), example=TOKENS, axes=("ffn",))
-    spec = supernet.space.smallest()
-    bare = logits(supernet, TOKENS, subnet=spec)
-    model = peft.get_peft_model(supernet.network, lora(["q_proj"], use_dora=True)).eval()
-    found = logits(supernet, TOKENS, subnet=spec)
-    assert not torch.allclose(found, bare)
-    close(logits(supernet.extract(spec), TOKENS), found)
-    with model.disable_adapter():
-        close(logits(supernet, TOKENS, subnet=spec), bare)
 
 
 @pytest.mark.parametrize("name", ["vectors", "variant"])

@@ -18,12 +18,7 @@ from subnetact.supernet.supernet import Supernet
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "hidden_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-}
+SIZES = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 80}
 TEXT = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
@@ -38,7 +33,10 @@ IMAGES = {"image_size": 32, "patch_size": 8}
 def model_of(name: str, config: str, **settings: Any) -> nn.Module:
     """Return a random model whose biases and scales are random, too."""
     torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    return shaken(getattr(transformers, name)(getattr(transformers, config)(**settings)).eval())
+
+
+def shaken(model: Any) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -53,15 +51,11 @@ def images() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
 
 
-def vision_transformer(**settings: Any) -> nn.Module:
+def vision_transformer() -> nn.Module:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4, "num_classes": 5}
-    model = timm.models.VisionTransformer(**{**options, **settings}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model  # type: ignore[no-any-return]
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4, "num_classes": 5}
+    return shaken(timm.models.VisionTransformer(**sizes).eval())
 
 
 def text(name: str, config: str, **more: Any) -> Any:
@@ -73,10 +67,6 @@ MODELS: Mapping[str, Any] = {
     "bert": (
         *text("BertForSequenceClassification", "BertConfig"),
         "bert.encoder.layer.{}", "attention.output.dense", "output.dense",
-    ),
-    "roberta": (
-        *text("RobertaForSequenceClassification", "RobertaConfig"),
-        "roberta.encoder.layer.{}", "attention.output.dense", "output.dense",
     ),
     "electra": (
         *text("ElectraForSequenceClassification", "ElectraConfig", embedding_size=24),
@@ -92,44 +82,6 @@ MODELS: Mapping[str, Any] = {
     "vit": (
         lambda: model_of("ViTForImageClassification", "ViTConfig", **SIZES, **IMAGES),
         images, "vit.layers.{}", "attention.o_proj", "mlp.fc2",
-    ),
-    "deit": (
-        lambda: model_of("DeiTForImageClassification", "DeiTConfig", **SIZES, **IMAGES),
-        images, "deit.layers.{}", "attention.o_proj", "mlp.fc2",
-    ),
-    "llama": (
-        *text("LlamaForCausalLM", "LlamaConfig", **PAIRS),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "mistral": (
-        *text("MistralForCausalLM", "MistralConfig", **PAIRS, sliding_window=4),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "qwen2": (
-        *text(
-            "Qwen2ForCausalLM", "Qwen2Config", **PAIRS, use_sliding_window=True, sliding_window=3,
-            max_window_layers=2,
-        ),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "qwen3": (
-        *text("Qwen3ForCausalLM", "Qwen3Config", **PAIRS, head_dim=16),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "gemma": (
-        *text("GemmaForCausalLM", "GemmaConfig", num_key_value_heads=1, head_dim=12),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "gemma2": (
-        *text("Gemma2ForCausalLM", "Gemma2Config", **PAIRS, head_dim=12, sliding_window=3),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
-    ),
-    "gemma3": (
-        *text(
-            "Gemma3ForCausalLM", "Gemma3TextConfig", **PAIRS, head_dim=12, sliding_window=3,
-            sliding_window_pattern=2,
-        ),
-        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
     ),
     "gpt2": (
         lambda: model_of(
@@ -172,7 +124,7 @@ class Skipped(nn.Module):
 def call(model: nn.Module, example: Any) -> Tensor:
     with torch.no_grad():
         output = model(**example) if isinstance(example, dict) else model(example)
-    return output if isinstance(output, Tensor) else output.logits
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def by_hand(model: nn.Module, names: tuple[str, str, str], sizes: Mapping[str, int]) -> nn.Module:
@@ -232,16 +184,6 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     assert count <= 0.7 * sum(p.numel() for p in original.parameters())
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "qwen3", "vit"])
-def test_views_are_zero_copy(name: str) -> None:
-    make, example, *_ = MODELS[name]
-    model = make()
-    supernet = insert_(model, example=example())
-    storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
-    view = supernet.subnet(supernet.space.smallest())
-    assert {p.untyped_storage().data_ptr() for p in view.parameters()} <= storages
-
-
 OTHERS: Mapping[str, Any] = {
     # name -> model and example, slots per axis, a part of a reason for what is refused
     "t5": (
@@ -268,14 +210,6 @@ OTHERS: Mapping[str, Any] = {
         ),
         images, {"ffn": 4, "heads": 4}, ("encoder.layers.0.blocks.depth", "returns a tuple"),
     ),
-    "mixtral": (
-        *text("MixtralForCausalLM", "MixtralConfig", **PAIRS, num_local_experts=4),
-        {"depth": 1, "ffn": 4, "heads": 4}, None,
-    ),
-    "olmo2": (
-        *text("Olmo2ForCausalLM", "Olmo2Config", **PAIRS),
-        {"depth": 1, "ffn": 4, "heads": 4}, None,
-    ),
     "recurrent gemma": (
         *text("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig"),
         {"depth": 1, "ffn": 4, "heads": 1}, None,
@@ -283,13 +217,6 @@ OTHERS: Mapping[str, Any] = {
     "modernbert": (
         *text("ModernBertModel", "ModernBertConfig"),
         {"depth": 1, "ffn": 4, "heads": 4}, None,
-    ),
-    "encoder": (
-        lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(48, 4, 80, batch_first=True), 2, enable_nested_tensor=False
-        ).eval(),
-        lambda: torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0)),
-        {"depth": 1, "ffn": 2, "heads": 2}, None,
     ),
 }  # fmt: skip
 
@@ -304,14 +231,8 @@ def test_relatives_are_elastic_as_far_as_their_blocks_allow(name: str) -> None:
         assert refused[1] in description.refused[refused[0]]
     supernet = insert_(model, description, example=x)
     for spec in supernet.space.sample(0, 4):
-        found = first(supernet.subnet(spec), x)
-        torch.testing.assert_close(found, first(supernet.extract(spec), x), rtol=0, atol=1e-6)
-
-
-def first(model: nn.Module, example: Any) -> Tensor:
-    with torch.no_grad():
-        output = model(**example) if isinstance(example, dict) else model(example)
-    return output if isinstance(output, Tensor) else output[0]
+        found = call(supernet.subnet(spec), x)
+        torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=0, atol=1e-6)
 
 
 class Attention(nn.Module):
@@ -341,11 +262,18 @@ class Block(nn.Module):
 
 
 def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> None:
-    model = nn.Sequential(Block(Attention(fused=True)), Block(Attention(fused=True))).eval()
-    found = declared(model, torch.randn(2, 3, 16))
-    assert not found.groups
-    assert "attention (Attention): shape '[2, 3, 16]' is invalid" in found.refused["0.attention.heads"]
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    for fused in (True, False):
+        model, x = nn.Sequential(*(Block(Attention(fused)) for _ in range(2))).eval(), torch.randn(2, 3, 16)
+        if fused:
+            found = declared(model, x)
+            assert not found.groups
+            assert (
+                "attention (Attention): shape '[2, 3, 16]' is invalid" in found.refused["0.attention.heads"]
+            )
+        else:
+            with pytest.raises(RuntimeError, match="invalid for input of size"):
+                declared(model, x)
+        assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
 class Feeding(nn.Module):
@@ -371,22 +299,11 @@ def test_only_residual_blocks_can_be_skipped(residual: bool) -> None:
     assert residual or "Feeding is not residual" in found.refused["0.depth"]
 
 
-def test_blocks_of_a_model_in_double_precision_can_be_skipped() -> None:
+def test_blocks_in_double_precision_can_be_skipped_and_the_output_of_a_tokenizer_is_an_example() -> None:
     make, example = MODELS["vit"][:2]
     x = {name: value.double() for name, value in example().items()}
     assert set(declared(make().double(), x).blocks) == {f"vit.layers.{i}" for i in range(4)}
-
-
-def test_an_example_that_does_not_run_leaves_no_hooks() -> None:
-    model = nn.Sequential(Block(Attention()), Block(Attention())).eval()
-    with pytest.raises(RuntimeError, match="invalid for input of size"):
-        declared(model, torch.randn(2, 3, 16))
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-
-
-def test_the_output_of_a_tokenizer_is_an_example() -> None:
-    model = MODELS["bert"][0]()
-    supernet = insert_(model, example=transformers.BatchEncoding(tokens()))
+    supernet = insert_(MODELS["bert"][0](), example=transformers.BatchEncoding(tokens()))
     assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}
 
 
@@ -399,17 +316,3 @@ def test_check_compares_all_corners_with_the_masked_model(name: str) -> None:
     report = insert_(model, example=x).check(x)
     assert report.compared
     assert not report.not_compared
-
-
-def test_an_example_may_say_that_no_cache_is_used() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=64)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    x = {"input_ids": torch.randint(0, 50, (2, 7)), "use_cache": False}
-    with torch.no_grad():
-        expected = model(**x).logits
-        supernet = insert_(model, example=x)
-        assert torch.allclose(supernet(**x).logits, expected, rtol=1e-5, atol=1e-5)
-    assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}

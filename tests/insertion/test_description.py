@@ -56,20 +56,6 @@ def test_members_follow_multiples_of_the_size() -> None:
     assert row == {"0.1.keep": 0, "0.heads": 2, "0.heads*4": 8}
 
 
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_a_description_becomes_a_supernet() -> None:
-    network = model()
-    x = torch.randn(2, 8, 4, 4)
-    full = network(x)
-    supernet = subnetact.insert_(network, description(), example=x)
-    supernet.eval()
-    assert torch.equal(supernet(x), full)
-    smallest = supernet.subnet(supernet.space.smallest())
-    assert sum(p.numel() for p in smallest.parameters()) == 4 * 8 + 4 + 4 + 4 + 8 * 4 + 8
-    extracted = supernet.extract(supernet.space.smallest())
-    torch.testing.assert_close(smallest(x), extracted(x), rtol=5e-5, atol=5e-5)
-
-
 def test_json_gives_the_same_description_and_spaces_can_be_pickled() -> None:
     first = description().override({"0.0.2": WeightSlice.on(in_="0.heads*4"), "0.1.0": None})
     again = Description.from_json(first.to_json())
@@ -123,22 +109,6 @@ def test_editing() -> None:
         InsertError, match=r"0\.heads: 7 is not a choice; .* to 3; heads with one key count as one"
     ):
         edited.with_choices("heads", [7])
-
-
-def test_it_prints_as_a_table() -> None:
-    lines = str(description()).splitlines()
-    assert lines[1].split() == ["depth", "depth", "0", "1", "0.1"]
-    assert lines[2].split() == [
-        "0.heads",
-        "heads",
-        "1",
-        "2",
-        "3",
-        "0.0.0.out,",
-        "0.0.1.channels,",
-        "0.0.2.in_",
-    ]
-    assert lines[3] == "refused: 0.2.width: it is the output"
 
 
 def test_segments_follow_groups_and_the_rest_stays_whole() -> None:

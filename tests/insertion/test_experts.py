@@ -13,7 +13,6 @@ from subnetact import describe, insert_, reorder_
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.insertion.description import Description
 from subnetact.insertion.hugging_face import as_pretrained
-from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.operators import ElasticAttribute
 from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.supernet import Supernet
@@ -107,16 +106,6 @@ def test_the_neurons_of_each_expert_are_sorted_by_importance_and_the_largest_sta
     assert bool((scores.diff(dim=1) <= 1e-4).all())
 
 
-def test_only_later_layers_have_other_keys_and_values() -> None:
-    model, x = tiny_mixture("qwen3_moe")
-    supernet = insert_(model, example=x, axes=AXES)
-    full = subnet(supernet)
-    for axis, choice in {"experts": 1, "pool": 0.5, "ffn": 0.5}.items():
-        first, last = (subnet(supernet, **{axis: {place: choice}}) for place in (0, -1))
-        assert cache_relation(supernet, full, first) == "approximate"
-        assert cache_relation(supernet, full, last) == "exact"
-
-
 def test_layers_are_named_as_transformers_does() -> None:
     model, x = tiny_mixture("qwen3_moe")
     space = describe(model, x, axes=AXES).space
@@ -148,14 +137,6 @@ def test_numbers_that_do_not_fit_are_refused_before_anything_runs() -> None:
     gate = {"model.layers.0.mlp.gate": ElasticAttribute.on(top_k="k")}
     with pytest.raises(InsertError, match="the largest subnet has 9 at k"):
         insert_(model, space, gate)
-
-
-def test_numbers_below_what_a_class_runs_with_are_no_choices() -> None:
-    model, x = tiny_mixture("longcat_flash")
-    description = describe(model, x, axes=("experts",))
-    assert [list(slot.sizes.values()) for slot in description.slots.values()] == [[2, 3, 4]] * 2
-    with pytest.raises(InsertError, match="1 is not a choice; choose sizes from 2 to 4"):
-        description.with_choices("experts", [1, 4])
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UnprovedInputWarning")  # of the labels

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from small_spaces import space_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from written_networks import Written, disturbed, seeded
 
 import subnetact
 from subnetact.errors import InsertError
 from subnetact.insertion import Description
+from subnetact.operators import WeightSlice
+from subnetact.operators.base import Operator
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+VECTORS = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-
-
-class Written(nn.Module):
-    """A network whose forward is a function of it and its input."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.function = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+ODD = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
 
 def swapped(split: Callable[[Any, Tensor], Any], **numbers: int) -> nn.Module:
@@ -48,25 +42,21 @@ def halves(model: Any) -> None:
     model.d = 2
 
 
-class Low(nn.Module):
-    """A linear layer with an adapter of low rank beside it."""
-
-    def __init__(self, inputs: int, outputs: int, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.base, self.between = nn.Linear(inputs, outputs), between
-        self.down, self.up = nn.Linear(inputs, 4), nn.Linear(4, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.between(self.down(x)))  # type: ignore[no-any-return]
+def low(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a linear layer with an adapter of low rank beside it."""
+    parts = {"base": (16, 32), "down": (16, 4), "up": (4, 32)}
+    return Written(lambda self, x: self.base(x) + self.up(between(self.down(x))), **parts)
 
 
-class Block(nn.Module):
-    def __init__(self, first: nn.Module, last: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.first, self.last = nn.LayerNorm(16), first, last
+def block(first: Any = (16, 32), last: Any = (32, 16)) -> nn.Module:
+    compute = lambda self, x: x + self.last(self.first(self.norm(x)).relu())  # noqa: E731
+    return Written(compute, norm=nn.LayerNorm(16), first=first, last=last)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.first(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+def mixed(attention: nn.Module) -> nn.Module:
+    return Written(
+        lambda self, x: x + self.attention(self.norm(x)), norm=nn.LayerNorm(16), attention=attention
+    )
 
 
 def stack(block: Callable[[], nn.Module]) -> nn.Sequential:
@@ -85,53 +75,29 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Mixed(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(16), attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(self.norm(x))  # type: ignore[no-any-return]
+def shuffling(shuffle: Callable[[Tensor], Tensor], read: int) -> nn.Module:
+    compute = lambda self, x: self.b(shuffle(self.a(x)))  # noqa: E731
+    return Written(compute, a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(read, 5, 1))
 
 
-def plain(_: Any, x: Tensor) -> Tensor:
-    return x
-
-
-def disturbed(model: nn.Module) -> Any:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
+WIDTH = {"a.width": "width"}
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, str]]] = {
-    "chunk": (lambda: swapped(lambda _, h: h.chunk(2, 1)), IMAGE, {"a.width": "width"}),
-    "split": (lambda: swapped(lambda self, h: h.split(self.d, 1), d=4), IMAGE, {"a.width": "width"}),
-    "sizes": (lambda: swapped(lambda self, h: h.split([self.d] * 2, 1), d=4), IMAGE, {"a.width": "width"}),
-    "pixel shuffle": (
-        lambda: Written(
-            lambda self, x: self.b(F.pixel_shuffle(self.a(x), 2)), a=nn.Conv2d(3, 16, 1), b=nn.Conv2d(4, 5, 1)
-        ),
-        IMAGE,
-        {"a.width": "width"},
-    ),
+    "chunk": (lambda: swapped(lambda _, h: h.chunk(2, 1)), IMAGE, WIDTH),
+    "split": (lambda: swapped(lambda self, h: h.split(self.d, 1), d=4), IMAGE, WIDTH),
+    "sizes": (lambda: swapped(lambda self, h: h.split([self.d] * 2, 1), d=4), IMAGE, WIDTH),
+    "pixel shuffle": (lambda: shuffling(lambda h: F.pixel_shuffle(h, 2), 4), IMAGE, WIDTH),
     "adapter": (
-        lambda: stack(lambda: Block(Low(16, 32, lambda h: h), nn.Linear(32, 16))),
+        lambda: stack(lambda: block(low(lambda h: h))),
         X,
         {"1.0.first.base.ffn": "ffn", "1.0.first.down.width": "width", "0.stream": "stream"},
     ),
     "adapter with an activation": (
-        lambda: stack(lambda: Block(Low(16, 32, torch.relu), nn.Linear(32, 16))),
+        lambda: stack(lambda: block(low(torch.relu))),
         X,
         {"1.0.first.base.ffn": "ffn", "1.0.first.down.width": "width"},
     ),
-    "narrow": (lambda: stack(lambda: Block(nn.Linear(16, 8), nn.Linear(8, 16))), X, {"1.0.first.ffn": "ffn"}),
-    "split heads": (
-        lambda: stack(lambda: Mixed(Attention(lambda *_: -1))),
-        X,
-        {"1.0.attention.heads": "heads"},
-    ),
+    "narrow": (lambda: stack(lambda: block((16, 8), (8, 16))), X, {"1.0.first.ffn": "ffn"}),
+    "heads": (lambda: stack(lambda: mixed(Attention(lambda *_: -1))), X, {"1.0.attention.heads": "heads"}),
 }
 """A network, an example, and slots with their axes."""
 
@@ -141,21 +107,18 @@ def test_axes_of_a_network_mean_what_they_say(case: str) -> None:
     factory, x, axes = NETWORKS[case]
     model = disturbed(factory())
     expected = model(x)
-    supernet = subnetact.insert_(model, example=x)
+    supernet = subnetact.insert_(model, example=x, choices=[0.5, 1.0])
     assert axes.items() <= {name: slot.axis for name, slot in supernet.description.slots.items()}.items()
     torch.testing.assert_close(supernet(x, subnet=supernet.space.largest()), expected)
     assert not supernet.check(x).not_compared
+    if case in ("chunk", "split", "sizes"):  # Pieces that are swapped are narrowed alike.
+        pruned, small = disturbed(factory()), supernet.space.smallest()
+        halves(pruned)
+        for subnet in (supernet.subnet(small), supernet.extract(small)):
+            torch.testing.assert_close(subnet(x), pruned(x))
 
 
-@pytest.mark.parametrize("case", ["chunk", "split", "sizes"])
-def test_pieces_that_are_swapped_are_narrowed_alike(case: str) -> None:
-    factory, x, _ = NETWORKS[case]
-    supernet = subnetact.insert_(disturbed(factory()), example=x, choices=[0.5, 1.0])
-    pruned = disturbed(factory())
-    halves(pruned)
-    small = supernet.space.smallest()
-    for subnet in (supernet.subnet(small), supernet.extract(small)):
-        torch.testing.assert_close(subnet(x), pruned(x))
+# -- names ---------------------------------------------------------------------------------------------
 
 
 class Twice(nn.Module):
@@ -194,13 +157,9 @@ def test_a_module_under_two_names_is_one(kind: str) -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_a_block_under_two_names_is_in_every_subnet(first: bool) -> None:
     """A subnet would skip it under one of them only."""
-    model = stack(lambda: Block(nn.Linear(16, 32), nn.Linear(32, 16)))
-    blocks: Any = model[1]
-    again: Any = nn.Module()
-    again.first = blocks[0]
-    held = Written(
-        lambda self, x: self.model(x), model=model, again=again if first else nn.Sequential(*blocks)
-    )
+    model = stack(block)
+    again: Any = Written(lambda: None, first=model[1][0]) if first else nn.Sequential(*model[1])
+    held = Written(lambda self, x: self.model(x), model=model, again=again)
     description = subnetact.describe(disturbed(held), X)
     stages = [block for stage in description.stages.values() for block in stage.blocks]
     assert stages == (["model.1.1"] if first else [])
@@ -208,72 +167,8 @@ def test_a_block_under_two_names_is_in_every_subnet(first: bool) -> None:
     assert {group.axis for group in description.groups.values()} == {"ffn", "stream"}
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]] = {
-    "split by a number": (
-        lambda: swapped(lambda _, h: h.split([2, 6], 1)),
-        IMAGE,
-        "a",
-        ("keep their order",),
-    ),
-    "shuffle": (
-        lambda: Written(
-            lambda self, x: self.b(self.a(x).view(2, 2, 4, 6, 6).transpose(1, 2).reshape(2, 8, 6, 6)),
-            a=nn.Conv2d(3, 8, 1),
-            b=nn.Conv2d(8, 5, 1),
-        ),
-        IMAGE,
-        "a.width",
-        ("shapes tensors by a number, use the tensor's own size or -1",),
-    ),
-    "heads of the whole width": (
-        lambda: stack(lambda: Mixed(Attention(lambda self, x: x.shape[2] // self.n_head))),
-        X,
-        "1.0.attention.heads",
-        ("1.0.attention (Attention)", "shapes tensors by n_embd, n_head, use the tensor's own size or -1"),
-    ),
-    "five axes": (
-        lambda: stack(
-            lambda: Mixed(
-                Written(
-                    lambda self, x: self.b(self.a(x).view(2, 5, 3, 2, 8).unbind(2)[1].flatten(2)),
-                    a=nn.Linear(16, 48),
-                    b=nn.Linear(16, 16),
-                )
-            )
-        ),
-        X,
-        "1.0.attention.a.width",
-        ("shapes tensors by a number, use the tensor's own size or -1",),
-    ),
-}
-"""A network, an example, what is refused, and words of the reason."""
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_reason_names_the_layer_and_what_to_change(case: str) -> None:
-    factory, x, name, words = REFUSED[case]
-    try:
-        reason = subnetact.describe(disturbed(factory()), x).refused[name]
-    except InsertError as error:
-        reason = str(error)
-        assert f"{name}: " in reason
-    assert all(word in reason for word in words), reason
-
-
-def test_a_model_of_peft_is_refused_with_the_way_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = ModuleType("peft.tuners.lora.layer")
-    monkeypatch.setattr(Low, "__module__", home.__name__)
-    model = stack(lambda: Block(Low(16, 32, lambda h: h), nn.Linear(32, 16))).eval()
-    with pytest.raises(InsertError, match=r"Sequential\.1\.0\.first is of PEFT: .*merge_and_unload.*extract"):
-        subnetact.insert_(model, example=X)
-
-
 def test_alike_layers_and_reasons_are_one_line() -> None:
-    model = nn.Sequential(
-        nn.Linear(8, 16),
-        nn.Sequential(*(Block(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(12))),
-        nn.Linear(16, 3),
-    )
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(*(block() for _ in range(12))), nn.Linear(16, 3))
     description = subnetact.describe(disturbed(model), X, proof=False)
     lines = str(description).splitlines()
     assert len(lines) == 5
@@ -291,3 +186,245 @@ def test_alike_layers_and_reasons_are_one_line() -> None:
         (alike, ["a.{0..1}, b: it is 3", "c: it is 4"]),
     ):
         assert Description("model", refused=refused).refusals() == printed
+
+
+# -- forwards that look at shapes ------------------------------------------------------------------------
+
+
+def looking(between: Callable[[Tensor], Tensor], first: int = 8, second: int = 6) -> nn.Module:
+    """Return a network that looks at shapes, and has a layer for large images that does not run."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.shape[-1] % 2:
+            x = F.pad(x, (0, 1, 0, 1))
+        batch, channels = (y := between(self.first(x))).shape[:2]
+        y = self.large(y) if x.shape[-1] > 20 else self.second(y.view(batch, channels, *y.shape[2:]))
+        return self.head(y.relu().flatten(2).mean(2))  # type: ignore[no-any-return]
+
+    layers = {"first": nn.Conv2d(3, first, 3), "second": nn.Conv2d(first, second, 3), "head": (second, 4)}
+    return seeded(forward, **layers, large=nn.Conv2d(first, 6, 1))
+
+
+def assigned(t: Tensor) -> Tensor:
+    found = torch.zeros_like(t)
+    found[:, :, 1:] = t[:, :, :-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda t: torch.roll(t, 1, 2),
+        lambda t: t.flip(-1),
+        lambda t: t / (1 + t.var(3, keepdim=True)),
+        assigned,
+    ],
+)
+def test_a_forward_may_look_at_shapes(between: Callable[[Tensor], Tensor]) -> None:
+    small = looking(between, 4, 3)
+    supernet = subnetact.insert_(looking(between), example=ODD, choices=[0.5, 1.0])
+    weights = supernet.state_dict()
+    small.load_state_dict({n: weights[n][tuple(map(slice, t.shape))] for n, t in small.state_dict().items()})
+    with torch.no_grad():
+        found = supernet.subnet(supernet.space.smallest())(ODD)
+        torch.testing.assert_close(found, small(ODD), rtol=0, atol=5e-5)
+    assert "does not run on the example, so it stays whole" in supernet.description.refused["large"]
+
+
+MIXING: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "roll": ("shifts", lambda t: torch.roll(t, 1, 1)),
+    "flip": ("reverses the order of", lambda t: t.flip(1)),
+    "cumsum": ("moves or mixes", lambda t: t.cumsum(1)),
+    "var": ("takes the variance over", lambda t: t / t.var(1, keepdim=True)),
+    "linspace": ("spreads numbers over", lambda t: t * torch.linspace(0, 1, t.shape[1]).view(1, -1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_functions_that_mix_channels_are_named_in_the_reason(name: str) -> None:
+    what, between = MIXING[name]
+    description = subnetact.describe(nn.Sequential(looking(between)).eval(), ODD, proof=False)
+    assert description.refused["0.first"] == (
+        f"the forward {what} its outputs, with {name} in 0 (Written): the first ones alone would give "
+        "something else; it stays whole, unless the forward treats each output by itself"
+    )
+    assert list(description.groups) == ["0.second.width"]
+
+
+@pytest.mark.parametrize("bias", [3.0, 0.0, -3.0])
+@pytest.mark.parametrize("extreme", [torch.amax, torch.amin])
+def test_extremes_are_refused_whatever_the_weights(extreme: Callable[..., Tensor], bias: float) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.b(self.a(x).relu())
+        return self.c(y * extreme(y, 1, keepdim=True))  # type: ignore[no-any-return]
+
+    model: Any = seeded(forward, a=(6, 16), b=(16, 16), c=(16, 4))
+    with torch.no_grad():
+        model.b.bias.add_(bias)
+    description = subnetact.describe(model, VECTORS)
+    assert list(description.groups) == ["a.ffn"]
+    assert "takes the largest or the least of its outputs" in description.refused["b"]
+
+
+class Listening(nn.Module):
+    """Convolutions before a recurrent layer, which is called as a module or as a function."""
+
+    def __init__(self, kind: type[nn.RNNBase], by_function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3)
+        self.recurrent: nn.Module = kind(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 4)
+        self.by_function = by_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.second(self.first(x).relu()).relu().mean(2).transpose(1, 2)
+        if not self.by_function:
+            return self.head(self.recurrent(rows)[0][:, -1])
+        state, weights = rows.new_zeros(1, len(rows), 5), list(self.recurrent.parameters())
+        return self.head(torch.gru(rows, state, weights, True, 1, 0.0, False, False, True)[0][:, -1])
+
+
+@pytest.mark.parametrize(("kind", "by_function"), [(nn.LSTM, False), (nn.GRU, False), (nn.GRU, True)])
+def test_channels_that_a_recurrent_layer_reads_stay_whole(kind: type[nn.RNNBase], by_function: bool) -> None:
+    network, full = (Listening(kind, by_function).eval() for _ in range(2))
+    supernet = subnetact.insert_(network, example=ODD)
+    half: Any = supernet.extract(supernet.space.smallest())
+    torch.testing.assert_close(supernet(ODD), full(ODD), rtol=5e-5, atol=5e-5)
+    assert half.first.out_channels < 8
+    assert half.second.out_channels == 6
+    assert any("second" in name for name in supernet.description.refused)
+    with torch.no_grad():
+        full.second.weight[:, half.first.out_channels :] = 0.0  # as if the dropped channels were not there
+    torch.testing.assert_close(half(ODD), full(ODD), rtol=5e-5, atol=5e-5)
+
+
+# -- layers with a forward of their own --------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Squashing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.softmax(-1), self.weight, self.bias)
+
+
+class BackwardOutputs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias).flip(-1)
+
+
+class BackwardInputs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.flip(-1), self.weight, self.bias)
+
+
+class Centred(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y - y.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("first", [Linear(6, 16), nn.Sequential(nn.Linear(6, 16), nn.ReLU(), Linear(16, 16))])
+def test_a_softmax_over_features_is_refused_beside_layers_with_a_forward_of_their_own(first: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(16, 16), nn.Softmax(1), nn.Linear(16, 4)).eval()
+    supernet = subnetact.insert_(model, example=VECTORS)
+    assert "(Softmax)" in supernet.description.refused["2"]
+    assert supernet.description.groups
+    assert not supernet.check(VECTORS).not_compared
+
+
+@pytest.mark.parametrize("part", ["in_", "out"])
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [(Linear, ""), (Squashing, "in_"), (BackwardInputs, "in_"), (BackwardOutputs, "out"), (Centred, "out")],
+)
+def test_a_layer_computes_what_it_does_with_zeros(kind: type[nn.Linear], wrong: str, part: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), kind(16, 16), nn.Tanh(), nn.Linear(16, 4)).eval()
+    sides = {"in_": (("0", "out"), ("2", "in_")), "out": (("2", "out"), ("4", "in_"))}
+    elastic = {name: WeightSlice.on(**{side: "width"}) for name, side in sides[part]}
+    if part == wrong:
+        with pytest.raises(InsertError, match="differs from the original network"):
+            subnetact.insert_(model, space_of(width=[8, 16]), elastic, example=VECTORS)
+    else:
+        supernet = subnetact.insert_(model, space_of(width=[8, 16]), elastic)
+        assert not supernet.check(VECTORS).not_compared
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+class Unknown(Operator):
+    """An operator that says that its weights at zero do not stand for dropped ones."""
+
+    parts = ("in_",)
+
+    def zeroing_equals_dropping(self, part: str) -> bool:
+        return False
+
+
+def test_what_cannot_be_compared_is_refused_with_the_reason() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with pytest.raises(InsertError, match=r"0\.ffn: a subnet cannot be compared .* zeros in 2 \(Unknown\)"):
+        subnetact.insert_(model, elastic={"2": Unknown.on(in_="0.ffn")}, example=VECTORS)
+    assert type(model[2]) is nn.Linear
+
+
+def routed() -> nn.Module:
+    compute = lambda m, x: m.head(m.branches[x.shape[-1] % 2](m.stem(x))).mean((2, 3))  # noqa: E731
+    branches = nn.ModuleList(nn.Conv2d(8, 6, 3) for _ in range(2))
+    return Written(compute, stem=nn.Conv2d(3, 8, 3), branches=branches, head=nn.Conv2d(6, 4, 1))
+
+
+NUMBER = "shapes tensors by a number, use the tensor's own size or -1"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]] = {
+    "split by a number": (
+        lambda: swapped(lambda _, h: h.split([2, 6], 1)),
+        IMAGE,
+        "a",
+        ("keep their order",),
+    ),
+    "shuffle": (
+        lambda: shuffling(lambda h: h.view(2, 4, 4, 6, 6).transpose(1, 2).reshape(2, 16, 6, 6), 16),
+        IMAGE,
+        "a.width",
+        (NUMBER,),
+    ),
+    "heads of the whole width": (
+        lambda: stack(lambda: mixed(Attention(lambda self, x: x.shape[2] // self.n_head))),
+        X,
+        "1.0.attention.heads",
+        ("1.0.attention (Attention)", "shapes tensors by n_embd, n_head, use the tensor's own size or -1"),
+    ),
+    "an embedding that renormalises shared rows": (
+        lambda: nn.Sequential(
+            nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)
+        ),
+        torch.tensor([[0, 1]]),
+        "0",
+        ("with max_norm",),
+    ),
+    "a layer beside one that does not run": (
+        routed,
+        ODD,
+        "branches.1.width",
+        ("branches.0 may read the same, and does not run on the example",),
+    ),
+}
+"""A network, an example, what is refused, and words of the reason."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_reason_names_the_layer_and_what_to_change(case: str) -> None:
+    factory, x, name, words = REFUSED[case]
+    try:
+        reason = subnetact.describe(disturbed(factory()), x).refused[name]
+    except InsertError as error:
+        reason = str(error)
+        assert f"{name}: " in reason
+    assert all(word in reason for word in words), reason

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_families import small_inputs, small_supernet
+from small_spaces import space_of
 from torch import Tensor, nn
 
 import subnetact
-from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, reorder_
+from subnetact import LayerSelect, SubnetNorm, WeightSlice, reorder_
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion import ChannelGroup, UnitWeights
 from subnetact.insertion.units import Trial, UnitGroup, unit_groups
@@ -27,22 +27,10 @@ IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
 
 
-def space_of(sizes: Callable[[int], dict[str, int]], choices: list[int], keep: int = 0) -> SubnetSpace:
-    """Return a space with one width, and `keep` layers that can be skipped."""
-    axes = [Axis.uniform("width", ["all"], choices)]
-    axes += [Axis.uniform("keep", [str(i) for i in range(keep)], [0, 1])] if keep else []
-    return SubnetSpace(
-        "reorder",
-        axes,
-        lambda v: {
-            **sizes(v["width"][0]),
-            **({f"keep{i}": k for i, k in enumerate(v["keep"])} if keep else {}),
-        },
-    )
-
-
 def randomised(network: nn.Module) -> nn.Module:
     for module in network.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            nn.init.normal_(module.in_proj_bias)
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.2, 2)
             nn.init.uniform_(module.bias, -0.5, 0.5)
@@ -86,24 +74,8 @@ def convs(keep: bool = False) -> tuple[Any, Supernet]:
             f"blocks.{i}.bn1": SubnetNorm.on(channels="width"),
             f"blocks.{i}.conv2": WeightSlice.on(in_="width"),
         }
-    space = space_of(lambda w: {"width": w}, [3, 8], keep=2 if keep else 0)
-    return original, subnetact.insert_(network, space, elastic)
-
-
-class Grouped(nn.Module):
-    """Attention with grouped queries: four query heads of four features share two keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(12, 16)
-        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
-        self.o = nn.Linear(16, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        rotation = torch.linspace(1, 2, 4)  # The features of a head differ, as with rotary embeddings.
-        return x + self.o(F.scaled_dot_product_attention(q * rotation, k, v).transpose(1, 2).flatten(2))
+    choices = {"width": [3, 8], **({"keep1": [0, 1]} if keep else {})}
+    return original, subnetact.insert_(network, space_of("reorder", **choices), elastic)
 
 
 class Fused(nn.Module):
@@ -142,7 +114,11 @@ def fused() -> tuple[Any, Supernet]:
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
     original = copy.deepcopy(network)
-    space = space_of(lambda w: {"stream": 4 * w + 4, "heads": 4 * w, "neurons": 3 * w + 1}, [1, 3])
+    space = space_of(
+        "reorder",
+        lambda v: {"stream": 4 * v["w"] + 4, "heads": 4 * v["w"], "neurons": 3 * v["w"] + 1},
+        w=[1, 3],
+    )
     stream = LayerNormSlice.on(features="stream")
     elastic = {
         "token": ElasticAttribute.on(token="stream"),
@@ -170,6 +146,11 @@ def test_hidden_channels_are_sorted_and_narrow_subnets_keep_the_best() -> None:
     original, supernet = convs()
     report = reorder_(supernet, "l1", IMAGES)
     assert report.reordered == {"blocks.0.conv1.out": 8, "blocks.1.conv1.out": 8}
+    described = subnetact.insert_(copy.deepcopy(original), example=IMAGES)
+    report = reorder_(described, "l1", IMAGES)
+    assert report.reordered == {"stem.out": 6, "blocks.0.conv1.out": 8, "blocks.1.conv1.out": 8}
+    assert report.kept == {}
+    torch.testing.assert_close(outputs(described, IMAGES), outputs(original, IMAGES), **PLAIN)
     torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
     with torch.no_grad():  # The best three channels of the original alone, the others silent:
         for block in original.blocks:
@@ -188,30 +169,6 @@ def test_inference_mode_changes_nothing() -> None:
             reorder_(supernet, importance, batches=batches)
         assert supernet.fingerprint() == expected.fingerprint()
         assert not any(tensor.is_inference() for tensor in supernet.tensors())
-
-
-class Rounded(nn.Module):
-    """Multiplies what rounding does in a norm at float32, whatever the dtype of its input, by thousands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 64), nn.Linear(64, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.up(x))
-        size = hidden.to(torch.float32).square().sum(-1, keepdim=True).sqrt()
-        y = self.down(hidden / size.to(hidden.dtype))
-        for _ in range(3):
-            y = torch.sin(20.0 * y)
-        return y
-
-
-def test_rounding_that_is_amplified_keeps_nothing_from_being_sorted() -> None:
-    torch.manual_seed(0)
-    supernet = subnetact.insert_(Rounded().eval(), example=TOKENS, axes=("ffn",))
-    up = supernet.state_dict()["up.weight"].clone()
-    assert reorder_(supernet, "l1", TOKENS).reordered == {"up.out": 64}
-    assert not torch.equal(supernet.state_dict()["up.weight"], up)
 
 
 def test_batch_norm_scales_give_the_order() -> None:
@@ -290,132 +247,37 @@ def test_heads_move_as_a_whole_and_fused_layers_per_segment() -> None:
     assert torch.equal(supernet.state_dict()["token.token"], own["token.token"][columns])
 
 
-def test_a_narrow_fused_subnet_is_the_best_heads_and_neurons_of_the_original() -> None:
-    original, supernet = fused()
-    reorder_(supernet, "l1", TOKENS, dimensions=["heads", "neurons"])
-    own = dict(original.named_parameters())
-    heads = own["qkv.weight"].abs().sum(1).view(3, 3, 4).sum((0, 2))
-    heads = (heads + own["proj.weight"].abs().sum(0).view(3, 4).sum(1)).argsort(descending=True)
-    neurons = own["gate_up.weight"].abs().sum(1).view(2, 10).sum(0) + own["down.weight"].abs().sum(0)
-    with torch.no_grad():
-        for head in heads[1:]:
-            original.proj.weight[:, 4 * head : 4 * head + 4] = 0
-        original.down.weight[:, neurons.argsort(descending=True)[4:]] = 0
-    same_stream = SubnetSpace(
-        "same",
-        [Axis.uniform("width", ["all"], [1, 3])],
-        lambda v: {"stream": 16, "heads": 4 * v["width"][0], "neurons": 3 * v["width"][0] + 1},
-    )
-    _, plain = fused()
-    elastic = {
-        "qkv": WeightSlice.on(out=Segments(*[("heads", 12)] * 3)),
-        "proj": WeightSlice.on(in_="heads"),
-        "gate_up": WeightSlice.on(out=Segments(*[("neurons", 10)] * 2)),
-        "down": WeightSlice.on(in_="neurons"),
-    }
-    again = subnetact.insert_(plain.extract(plain.space.largest()), same_stream, elastic)
-    again.load_state_dict(supernet.state_dict())
-    found = outputs(again.subnet(same_stream.smallest()), TOKENS)
-    torch.testing.assert_close(found, outputs(original, TOKENS), **PLAIN)
+class Grouped(nn.Module):
+    """Attention with grouped queries: four query heads of four features share two keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(12, 16)
+        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
+        self.o = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        rotation = torch.linspace(1, 2, 4)  # The features of a head differ, as with rotary embeddings.
+        return x + self.o(F.scaled_dot_product_attention(q * rotation, k, v).transpose(1, 2).flatten(2))
 
 
-def test_query_heads_move_with_the_keys_and_values_that_they_share() -> None:
-    torch.manual_seed(0)
-    network = Grouped().eval()
-    original = copy.deepcopy(network)
-    elastic = {
-        "q": WeightSlice.on(out="queries"),
-        "k": WeightSlice.on(out="keys"),
-        "v": WeightSlice.on(out="keys"),
-        "o": WeightSlice.on(in_="queries"),
-    }
-    supernet = subnetact.insert_(
-        network, space_of(lambda w: {"queries": 8 * w, "keys": 4 * w}, [1, 2]), elastic
-    )
-    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), TOKENS)
-    assert report.reordered == {"q.out": 2}
-    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
-    swapped = original.q.weight.view(2, 8, 12).flip(0).flatten(0, 1)
-    assert torch.equal(supernet.state_dict()["q.weight"], swapped)
-    assert torch.equal(supernet.state_dict()["k.bias"], original.k.bias.view(2, 4).flip(0).flatten())
+class Joined(nn.Module):
+    """Convolutions on both sides of the input, which are concatenated."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
+        self.bn, self.mix = nn.BatchNorm2d(13), nn.Conv2d(13, 5, 1)
 
-def test_grouped_convolutions_move_whole_groups() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(3, 12, 1),
-        nn.BatchNorm2d(12),
-        nn.Conv2d(12, 24, 3, padding=1, groups=4),
-        nn.ReLU(),
-        nn.Conv2d(24, 24, 3, padding=1, groups=24),
-        nn.Conv2d(24, 5, 1),
-    )
-    original = copy.deepcopy(randomised(network))
-    elastic = {
-        "0": WeightSlice.on(out="narrow"),
-        "1": SubnetNorm.on(channels="narrow"),
-        "2": WeightSlice.on(in_="narrow", out="wide"),
-        "4": WeightSlice.on(in_="wide"),
-        "5": WeightSlice.on(in_="wide"),
-    }
-    supernet = subnetact.insert_(
-        network, space_of(lambda w: {"narrow": 3 * w, "wide": 6 * w}, [1, 4]), elastic
-    )
-    report = reorder_(supernet, "l1", IMAGES)
-    assert report.reordered == {"0.out": 4}
-    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
-    groups = supernet.state_dict()["2.weight"].view(4, 6, 3, 3, 3)
-    before = original[2].weight.view(4, 6, 3, 3, 3)
-    assert not torch.equal(groups, before)
-    assert sorted(groups.sum((1, 2, 3, 4)).tolist()) == sorted(before.sum((1, 2, 3, 4)).tolist())
-
-
-def test_columns_behind_flattened_maps_move_with_their_channels() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).eval()
-    original = copy.deepcopy(network)
-    elastic = {"0": WeightSlice.on(out="channels"), "3": WeightSlice.on(in_="columns")}
-    space = space_of(lambda w: {"channels": w, "columns": 36 * w}, [2, 5])
-    supernet = subnetact.insert_(network, space, elastic)
-    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), IMAGES)
-    assert report.reordered == {"0.out": 5}
-    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
-    assert torch.equal(
-        supernet.state_dict()["3.weight"].view(4, 5, 36), original[3].weight.view(4, 5, 36).flip(1)
-    )
-
-
-def test_segments_behind_a_concatenation_move_apart() -> None:
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
-            self.bn, self.mix = nn.BatchNorm2d(13), nn.Conv2d(13, 5, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mix(F.relu(self.bn(torch.cat([self.left(x), x, self.right(x)], 1))))
-
-    torch.manual_seed(0)
-    network = randomised(Joined())
-    original = copy.deepcopy(network)
-    both = Segments(("left", 4), (None, 3), ("right", 6))
-    elastic = {
-        "left": WeightSlice.on(out="left"),
-        "right": WeightSlice.on(out="right"),
-        "bn": SubnetNorm.on(channels=both),
-        "mix": WeightSlice.on(in_=both),
-    }
-    supernet = subnetact.insert_(network, space_of(lambda w: {"left": w, "right": w + 2}, [1, 4]), elastic)
-    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), IMAGES)
-    assert report.reordered == {"left.out": 4, "right.out": 6}
-    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
-    order = [3, 2, 1, 0, 4, 5, 6, 12, 11, 10, 9, 8, 7]
-    for name in ("bn.weight", "bn.running_mean", "bn.running_var"):
-        assert torch.equal(supernet.state_dict()[name], original.state_dict()[name][order])
-    assert torch.equal(supernet.state_dict()["mix.weight"], original.mix.weight[:, order])
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(F.relu(self.bn(torch.cat([self.left(x), x, self.right(x)], 1))))
 
 
 class Encoder(nn.Module):
+    """The attention of torch, and a scale of every neuron."""
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -427,29 +289,140 @@ class Encoder(nn.Module):
         return x + self.down(F.relu(self.up(x)) * self.gamma)
 
 
-def test_multihead_attention_and_parameters_of_a_block() -> None:
+class Tied(nn.Module):
+    """An embedding and a head of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        return self.head(x + F.relu(self.mix(x)))
+
+
+def grouped_convolutions() -> nn.Module:
+    first = nn.Conv2d(3, 12, 1), nn.BatchNorm2d(12), nn.Conv2d(12, 24, 3, padding=1, groups=4), nn.ReLU()
+    return nn.Sequential(*first, nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.Conv2d(24, 5, 1))
+
+
+def flattened() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4))
+
+
+def on(**parts: Any) -> Any:
+    return WeightSlice.on(**parts)
+
+
+SIDES = Segments(("left", 4), (None, 3), ("right", 6))
+ORDER = [3, 2, 1, 0, 4, 5, 6, 12, 11, 10, 9, 8, 7]
+
+
+class Structure(NamedTuple):
+    """A network, what is elastic, sizes, an input, units per group, and where their reversal moves them."""
+
+    make: Callable[[], nn.Module]
+    elastic: dict[str, Any]
+    sizes: Callable[[dict[str, int]], dict[str, int]]
+    choices: list[int]
+    x: Tensor
+    units: list[int]
+    moved: dict[str, Callable[[Tensor], Tensor]]
+
+
+STRUCTURES = {
+    "keys and values that query heads share": Structure(
+        Grouped,
+        {"q": on(out="queries"), "k": on(out="keys"), "v": on(out="keys"), "o": on(in_="queries")},
+        lambda v: {"queries": 8 * v["w"], "keys": 4 * v["w"]},
+        [1, 2],
+        TOKENS,
+        [2],
+        {
+            "q.weight": lambda t: t.view(2, 8, 12).flip(0).flatten(0, 1),
+            "k.bias": lambda t: t.view(2, 4).flip(0).flatten(),
+        },
+    ),
+    "whole groups of convolutions": Structure(
+        grouped_convolutions,
+        {
+            **{"0": on(out="narrow"), "1": SubnetNorm.on(channels="narrow")},
+            **{"2": on(in_="narrow", out="wide"), "4": on(in_="wide"), "5": on(in_="wide")},
+        },
+        lambda v: {"narrow": 3 * v["w"], "wide": 6 * v["w"]},
+        [1, 4],
+        IMAGES,
+        [4],
+        {"2.weight": lambda t: t.view(4, 6, 3, 3, 3).flip(0).flatten(0, 1)},
+    ),
+    "columns behind flattened maps": Structure(
+        flattened,
+        {"0": on(out="channels"), "3": on(in_="columns")},
+        lambda v: {"channels": v["w"], "columns": 36 * v["w"]},
+        [2, 5],
+        IMAGES,
+        [5],
+        {"3.weight": lambda t: t.view(4, 5, 36).flip(1).flatten(1)},
+    ),
+    "segments behind a concatenation": Structure(
+        Joined,
+        {
+            **{"left": on(out="left"), "right": on(out="right")},
+            **{"bn": SubnetNorm.on(channels=SIDES), "mix": on(in_=SIDES)},
+        },
+        lambda v: {"left": v["w"], "right": v["w"] + 2},
+        [1, 4],
+        IMAGES,
+        [4, 6],
+        {
+            **{f"bn.{name}": lambda t: t[ORDER] for name in ("weight", "running_mean", "running_var")},
+            "mix.weight": lambda t: t[:, ORDER],
+        },
+    ),
+    "heads of torch and scales of neurons": Structure(
+        lambda: nn.Sequential(Encoder(), nn.Linear(12, 2)),
+        {
+            **{"0": ElasticAttribute.on(gamma="neurons"), "0.up": on(out="neurons")},
+            **{"0.down": on(in_="neurons"), "0.attention": AttentionSlice.on(out="heads")},
+            "0.attention.out_proj": on(in_="heads"),
+        },
+        lambda v: {"heads": 4 * v["w"], "neurons": 3 * v["w"]},
+        [1, 3],
+        TOKENS,
+        [3, 9],
+        {
+            "0.gamma": lambda t: t.flip(0),
+            "0.attention.in_proj_weight": lambda t: t.view(3, 3, 4, 12).flip(1).flatten(0, 2),
+        },
+    ),
+    "tied weights": Structure(
+        Tied,
+        {"words": on(out="w"), "mix": on(in_="w", out="w"), "head": on(in_="w")},
+        dict,
+        [4, 8],
+        torch.arange(20)[None],
+        [8],
+        {"head.weight": lambda t: t.flip(1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_units_move_with_all_that_reads_and_writes_them(name: str) -> None:
+    structure = STRUCTURES[name]
     torch.manual_seed(0)
-    network = nn.Sequential(Encoder(), Encoder(), nn.Linear(12, 2)).eval()
-    elastic: dict[str, Any] = {}
-    for i in range(2):
-        nn.init.normal_(network[i].attention.in_proj_bias)
-        elastic |= {
-            f"{i}": ElasticAttribute.on(gamma="neurons"),
-            f"{i}.attention": AttentionSlice.on(out="heads"),
-            f"{i}.attention.out_proj": WeightSlice.on(in_="heads"),
-            f"{i}.up": WeightSlice.on(out="neurons"),
-            f"{i}.down": WeightSlice.on(in_="neurons"),
-        }
-    original = copy.deepcopy(network)
-    supernet = subnetact.insert_(
-        network, space_of(lambda w: {"heads": 4 * w, "neurons": 3 * w}, [1, 3]), elastic
-    )
-    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), TOKENS)
-    assert sorted(report.reordered.values()) == [3, 3, 9, 9]
-    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
-    assert torch.equal(supernet.state_dict()["0.gamma"], original[0].gamma.flip(0))
-    rows = original[0].attention.in_proj_weight.view(3, 3, 4, 12).flip(1).flatten(0, 2)
-    assert torch.equal(supernet.state_dict()["0.attention.in_proj_weight"], rows)
+    network = randomised(structure.make())
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    expected = outputs(network, structure.x)
+    space = space_of("reorder", structure.sizes, w=structure.choices)
+    supernet = subnetact.insert_(network, space, structure.elastic)
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), structure.x)
+    assert sorted(report.reordered.values()) == structure.units
+    torch.testing.assert_close(outputs(supernet, structure.x), expected, **PLAIN)
+    state = supernet.state_dict()
+    for name, moved in structure.moved.items():
+        assert torch.equal(state[name], moved(before[name])), name
 
 
 class Gradless(nn.Module):
@@ -475,17 +448,12 @@ class Gradless(nn.Module):
 def test_layers_that_no_graph_connects_have_one_order_per_dimension(how: str) -> None:
     torch.manual_seed(0)
     network = Gradless(how).eval()
-    original = copy.deepcopy(network)
-    elastic = {
-        "first": WeightSlice.on(out="width"),
-        "second": WeightSlice.on(in_="width", out="width"),
-        "last": WeightSlice.on(in_="width"),
-    }
-    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
-    report = reorder_(supernet, "l1", TOKENS)
-    found = {"first.out": 8} if how == "reads its calls" else {"first.out": 8, "second.out": 8}
-    assert report.reordered == found
-    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
+    expected = outputs(copy.deepcopy(network), TOKENS)
+    elastic = {"first": on(out="width"), "second": on(in_="width", out="width"), "last": on(in_="width")}
+    supernet = subnetact.insert_(network, space_of(width=[4, 8]), elastic)
+    connected = {} if how == "reads its calls" else {"second.out": 8}
+    assert reorder_(supernet, "l1", TOKENS).reordered == {"first.out": 8, **connected}
+    torch.testing.assert_close(outputs(supernet, TOKENS), expected, **PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -512,17 +480,6 @@ def test_published_families_stay_the_same_networks(family: str, groups: int) -> 
         changed = supernet(**inputs, subnet=supernet.space.smallest())
     assert (changed - narrow).abs().max() > 1e-3 * narrow.abs().max()
     assert (len(report.reordered), report.kept) == (groups, {})
-
-
-def test_the_groups_of_a_description_move_as_it_says() -> None:
-    torch.manual_seed(0)
-    network = randomised(Convs())
-    original = copy.deepcopy(network)
-    supernet = subnetact.insert_(network, example=IMAGES)
-    report = reorder_(supernet, "l1", IMAGES)
-    assert report.reordered == {"stem.out": 6, "blocks.0.conv1.out": 8, "blocks.1.conv1.out": 8}
-    assert report.kept == {}
-    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
 
 
 def test_own_scores_choose_and_leave_groups() -> None:
@@ -556,7 +513,7 @@ def test_own_scores_choose_and_leave_groups() -> None:
 def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> None:
     _, supernet = convs(keep=True)
     space = supernet.space
-    shallow, narrow = space.spec(width=8, keep=[1, 0]), space.spec(width=3, keep=[1, 1])
+    shallow, narrow = space.spec(width=8, keep1=0), space.spec(width=3, keep1=1)
     subnetact.calibrate(supernet, [shallow, narrow, space.largest()], [IMAGES], progress=False)
     before = {spec: outputs(supernet.subnet(spec), IMAGES) for spec in (shallow, space.largest())}
     with pytest.warns(UncalibratedSubnetWarning, match="statistics of 1 narrow subnets are gone"):
@@ -569,13 +526,6 @@ def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> N
     with torch.no_grad():
         found = supernet.subnet(narrow)(IMAGES)
         torch.testing.assert_close(found, supernet.extract(narrow)(IMAGES), rtol=5e-5, atol=5e-5)
-
-
-def test_a_pretrained_network_stays_what_it_was_when_it_is_calibrated() -> None:
-    original, supernet = convs()
-    reorder_(supernet, "l1", IMAGES)
-    subnetact.calibrate(supernet, list(supernet.space.enumerate()), [IMAGES], progress=False)
-    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
 
 
 def test_engines_and_copies_follow() -> None:
@@ -591,37 +541,6 @@ def test_engines_and_copies_follow() -> None:
     assert supernet.check(TOKENS).ran
 
 
-def test_tied_weights_move_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.mix, self.head = (
-                nn.Embedding(20, 8),
-                nn.Linear(8, 8),
-                nn.Linear(8, 20, bias=False),
-            )
-            self.head.weight = self.words.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.words(x)
-            return self.head(x + F.relu(self.mix(x)))
-
-    torch.manual_seed(0)
-    network = Tied().eval()
-    original = copy.deepcopy(network)
-    elastic = {
-        "words": WeightSlice.on(out="width"),
-        "mix": WeightSlice.on(in_="width", out="width"),
-        "head": WeightSlice.on(in_="width"),
-    }
-    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
-    x = torch.arange(20)[None]
-    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), x)
-    assert report.reordered == {"words.out": 8}
-    torch.testing.assert_close(outputs(supernet, x), outputs(original, x), **PLAIN)
-    assert torch.equal(supernet.state_dict()["head.weight"], original.head.weight.flip(1))
-
-
 # -- what cannot be sorted ---------------------------------------------------------------------------
 
 
@@ -631,92 +550,17 @@ class Positions(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.up, self.down, self.side = nn.Linear(12, 8), nn.Linear(8, 12), nn.Linear(8, 12)
-        self.how, self.calls = how, 0
+        self.how = how
+        if how == "zeros":
+            nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        if self.how == "numbered":
+        if self.how in ("numbered", "zeros"):
             x = x * torch.arange(1, 1 + x.shape[-1]).to(x)
         if self.how == "output":
             return x
-        side = self.side(x) if self.how == "forgotten" else 0
-        if self.how == "amplified":
-            return torch.sin(1e4 * self.down(F.relu(x)))
-        return self.down(F.relu(x)) + side
-
-
-def two_widths(how: str) -> Supernet:
-    """`Positions`, whose width may depend on the order of its channels, and a block whose width does not."""
-    torch.manual_seed(0)
-    network = nn.Sequential(Residual1d(), Positions(how), nn.Linear(12, 3)).eval()
-    elastic = {
-        **{"1.up": WeightSlice.on(out="width"), "1.down": WeightSlice.on(in_="width")},
-        **{"0.up": WeightSlice.on(out="hidden"), "0.down": WeightSlice.on(in_="hidden")},
-    }
-    return subnetact.insert_(network, space_of(lambda w: {"width": w, "hidden": w}, [4, 8]), elastic)
-
-
-def test_rounding_that_a_network_amplifies_is_no_change() -> None:
-    supernet = two_widths("amplified")
-    before = outputs(supernet.double(), TOKENS.double())
-    report = reorder_(supernet.float(), "l1", TOKENS)
-    assert set(report.reordered) == {"0.up.out", "1.up.out"}
-    torch.testing.assert_close(outputs(supernet.double(), TOKENS.double()), before, rtol=0, atol=1e-9)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 2
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def test_heads_are_never_split_whichever_way_they_are_shuffled() -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(*(SelfAttention() for _ in range(8)), nn.Linear(16, 3)).eval()
-    elastic: dict[str, Any] = {}
-    for i in range(8):
-        elastic |= {f"{i}.{name}": WeightSlice.on(out="heads*8") for name in "qkv"}
-        elastic |= {f"{i}.o": WeightSlice.on(in_="heads*8"), str(i): ElasticAttribute.on(num_heads="heads")}
-    space = space_of(lambda heads: {"heads": heads, "heads*8": 8 * heads}, [1, 2])
-    supernet = subnetact.insert_(network, space, elastic)
-    report = reorder_(supernet, "l1", torch.randn(2, 5, 16))
-    assert report.reordered == {f"{i}.q.out": 2 for i in range(8)}
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("numbered", r"the output would change, first at 0\.down \(Linear\)"),
-        ("output", "it reaches the output of the network"),
-        ("forgotten", r"the output would change, first at 0\.side \(Linear\)"),
-    ],
-)
-def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -> None:
-    network = nn.Sequential(Positions(how), Residual1d(), nn.Linear(12, 3)).eval()
-    if how == "output":
-        network = nn.Sequential(Residual1d(), Positions(how)).eval()
-    at, other = ("1", "0") if how == "output" else ("0", "1")
-    elastic = {
-        f"{at}.up": WeightSlice.on(out="width"),
-        f"{at}.down": WeightSlice.on(in_="width"),
-        f"{other}.up": WeightSlice.on(out="hidden"),
-        f"{other}.down": WeightSlice.on(in_="hidden"),
-    }
-    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w, "hidden": w}, [4, 8]), elastic)
-    before = outputs(supernet, TOKENS)
-    fingerprint = supernet.fingerprint()
-    with pytest.raises(InsertError, match=rf"{at}\.up\.out \(dimension width\) cannot be sorted: {reason}"):
-        reorder_(supernet, "l1", TOKENS, dimensions=["width"])
-    assert supernet.fingerprint() == fingerprint
-    report = reorder_(supernet, "l1", TOKENS)
-    assert list(report.reordered) == [f"{other}.up.out"]
-    assert reason.replace("\\", "") in str(report)
-    torch.testing.assert_close(outputs(supernet, TOKENS), before, **PLAIN)
+        return self.down(F.relu(x)) + (self.side(x) if self.how == "forgotten" else 0)
 
 
 class Residual1d(nn.Module):
@@ -744,14 +588,32 @@ def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.Mo
     assert len(supernet.norms) == len(norms)
 
 
-def test_a_zero_initialised_branch_hides_nothing() -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("numbered", r"the output would change, first at 0\.down \(Linear\)"),
+        ("zeros", "the output would change"),
+        ("output", "it reaches the output of the network"),
+        ("forgotten", r"the output would change, first at 0\.side \(Linear\)"),
+    ],
+)
+def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(Positions("numbered"), nn.Linear(12, 3)).eval()
-    nn.init.zeros_(network[0].down.weight)
-    elastic = {"0.up": WeightSlice.on(out="width"), "0.down": WeightSlice.on(in_="width")}
-    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
-    with pytest.raises(InsertError, match="nothing in this supernet can be sorted"):
-        reorder_(supernet, "l1", TOKENS)
+    network, at, other = nn.Sequential(Positions(how), Residual1d(), nn.Linear(12, 3)), "0", "1"
+    if how == "output":
+        network, at, other = nn.Sequential(Residual1d(), Positions(how)), "1", "0"
+    elastic = {f"{at}.up": on(out="width"), f"{at}.down": on(in_="width")}
+    elastic |= {f"{other}.up": on(out="hidden"), f"{other}.down": on(in_="hidden")}
+    space = space_of("reorder", lambda v: {**v, "hidden": v["width"]}, width=[4, 8])
+    supernet = subnetact.insert_(network.eval(), space, elastic)
+    before, fingerprint = outputs(supernet, TOKENS), supernet.fingerprint()
+    with pytest.raises(InsertError, match=rf"{at}\.up\.out \(dimension width\) cannot be sorted: {reason}"):
+        reorder_(supernet, "l1", TOKENS, dimensions=["width"])
+    assert supernet.fingerprint() == fingerprint
+    report = reorder_(supernet, "l1", TOKENS)
+    assert list(report.reordered) == [f"{other}.up.out"]
+    assert reason.replace("\\", "") in str(report)
+    torch.testing.assert_close(outputs(supernet, TOKENS), before, **PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -763,32 +625,20 @@ def test_a_zero_initialised_branch_hides_nothing() -> None:
         ({"importance": "taylor"}, SpecError, '"taylor" needs batches'),
         ({"dimensions": ["height"]}, SpecError, "no dimensions height; choose from width"),
         ({"example": torch.zeros(1, 5)}, InsertError, "the largest subnet does not run on the example"),
-        (
-            {"importance": lambda _: torch.ones(3)},
-            SpecError,
-            r"8 finite scores are needed, got of shape \(3,\)",
-        ),
+        ({"importance": lambda _: torch.ones(3)}, SpecError, r"8 finite scores .*, got of shape \(3,\)"),
         ({"importance": lambda g: torch.full((g.units,), torch.nan)}, SpecError, "8 finite scores"),
         ({"importance": lambda _: 1.0}, SpecError, "got float"),
+        ({"supernet": nn.Linear(3, 3)}, InsertError, "expected a Supernet"),
+        (
+            {"supernet": subnetact.insert_(nn.Linear(12, 3).eval(), space_of(w=[1]), {}), "example": TOKENS},
+            InsertError,
+            "nothing is elastic",
+        ),
     ],
 )
-def test_bad_arguments_change_nothing(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_arguments_change_nothing(arguments: Any, error: type[Exception], message: str) -> None:
     _, supernet = convs()
     fingerprint = supernet.fingerprint()
     with pytest.raises(error, match=message):
-        reorder_(supernet, **{"example": IMAGES, **arguments})
+        reorder_(**{"supernet": supernet, "importance": "l1", "example": IMAGES, **arguments})
     assert supernet.fingerprint() == fingerprint
-
-
-def test_nothing_is_elastic() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        supernet = subnetact.insert_(
-            nn.Sequential(nn.Linear(12, 3)).eval(), space_of(lambda w: {"w": w}, [1]), {}
-        )
-        with pytest.raises(InsertError, match="nothing is elastic"):
-            reorder_(supernet, "l1", TOKENS)
-        with pytest.raises(InsertError, match="expected a Supernet"):
-            reorder_(nn.Linear(3, 3), "l1", TOKENS)  # type: ignore[arg-type]

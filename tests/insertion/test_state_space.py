@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_state_spaces import NEMOTRON, TOKENS, filled, logits, narrowed, small_mamba, small_nemotron
+from small_state_spaces import TOKENS, logits, narrowed, small_mamba, small_nemotron
 
 from subnetact.errors import CacheMismatch, InsertError
 from subnetact.generation import profile_steps
@@ -20,16 +20,6 @@ from subnetact.space import Axis, SubnetSpace
 transformers = pytest.importorskip("transformers")
 
 EXAMPLE = {"input_ids": TOKENS, "use_cache": False}
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "Bamba": {"attn_layer_indices": [1]},
-    "GraniteMoeHybrid": {
-        "layer_types": ["mamba", "attention", "mamba"],
-        "shared_intermediate_size": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "Zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1]},
-}
 
 
 def one(supernet: Any, axis: str) -> Any:
@@ -71,43 +61,6 @@ def test_mamba_equals_its_class_with_fewer_heads(groups: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_heads_of_other_hybrids_are_found(name: str) -> None:
-    sizes = {k: v for k, v in NEMOTRON.items() if not k.startswith(("moe", "mamba", "n_", "layers", "ssm"))}
-    mamba = {"mamba_d_state": 6, "num_hidden_layers": 3}
-    more = {"mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 8}
-    if name == "Zamba2":
-        more = {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "num_key_value_heads": 4}
-    else:
-        more |= {"mamba_chunk_size": 4}
-        sizes.pop("chunk_size")
-    sizes.pop("head_dim")
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **mamba, **more, **HYBRIDS[name]})
-    model = filled(getattr(transformers, f"{name}ForCausalLM")(config))
-    description = describe(model, EXAMPLE, axes=("heads",))
-    found = [n for n, group in description.groups.items() if ".mamba." in n and group.full == 4]
-    assert len(found) == len([p for p, _ in model.named_parameters() if p.endswith(".dt_bias")])
-
-
-@pytest.mark.parametrize("name", ["nemotron", "mamba"])
-def test_states_of_other_heads_are_incompatible_and_computed_again(name: str) -> None:
-    model = small_nemotron() if name == "nemotron" else small_mamba()
-    supernet = insert_(model, example=EXAMPLE, axes=("stream", "heads"), choices=(0.5, 1.0))
-    large, few = supernet.space.largest(), one(supernet, "heads")
-    assert cache_relation(supernet, large, few) == "incompatible"
-    assert cache_relation(supernet, large, one(supernet, "stream")) == "approximate"
-    cache_name = "past_key_values" if name == "nemotron" else "cache_params"
-    with torch.no_grad():
-        cache = supernet.subnet(large)(TOKENS[:, :-1], use_cache=True)[cache_name]
-        given = {cache_name: cache, "use_cache": True}
-        with pytest.raises(CacheMismatch, match="other sizes"):
-            supernet.subnet(few)(TOKENS[:, -1:], **given)
-        cache.reset()
-        supernet.subnet(few)(TOKENS[:, :-1], **given)
-        found = supernet.subnet(few)(TOKENS[:, -1:], **given).logits
-    torch.testing.assert_close(found[:, -1], logits(supernet.subnet(few))[:, -1], rtol=1e-4, atol=5e-5)
-
-
 @pytest.mark.parametrize("name", ["nemotron", "mamba"])
 def test_a_phase_answers_as_its_subnet_from_the_beginning(name: str) -> None:
     axes, cache_name = ("heads", "experts", "pool"), "past_key_values"
@@ -141,15 +94,6 @@ def test_a_phase_answers_as_its_subnet_from_the_beginning(name: str) -> None:
         profile_steps(supernet, [answering])
 
 
-def test_skipped_state_space_leaves_the_cache_right() -> None:
-    supernet = insert_(small_nemotron(), example=TOKENS, axes=("depth",), choices=(0.5, 1.0))
-    view = supernet.subnet(supernet.space.smallest())
-    with torch.no_grad():
-        cache = view(TOKENS[:, :-1], use_cache=True).past_key_values
-        found = view(TOKENS[:, -1:], past_key_values=cache).logits
-    torch.testing.assert_close(found[:, -1], logits(view)[:, -1], rtol=1e-4, atol=5e-5)
-
-
 def test_a_configuration_states_fewer_heads_of_both_kinds() -> None:
     supernet = insert_(small_nemotron(), example=EXAMPLE, axes=("heads",), choices=(0.5, 1.0))
     spec = supernet.space.smallest()
@@ -172,3 +116,12 @@ def test_sizes_that_break_groups_are_refused() -> None:
             insert_(
                 small_nemotron(), space, {"model.layers.0.mixer.norm": LayerNormSlice.on(features=features)}
             )
+
+
+def test_skipped_state_space_leaves_the_cache_right() -> None:
+    supernet = insert_(small_nemotron(), example=TOKENS, axes=("depth",), choices=(0.5, 1.0))
+    view = supernet.subnet(supernet.space.smallest())
+    with torch.no_grad():
+        cache = view(TOKENS[:, :-1], use_cache=True).past_key_values
+        found = view(TOKENS[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found[:, -1], logits(view)[:, -1], rtol=1e-4, atol=5e-5)

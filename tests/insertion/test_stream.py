@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import SIZES, small_decoder
+from small_decoders import small_decoder
 from torch import Tensor, nn
 
 from subnetact.insertion.hugging_face import as_pretrained
-from subnetact.insertion.importance import ChannelGroup
 from subnetact.insertion.insert import describe, insert_
-from subnetact.insertion.reorder import reorder_
 
 pytest.importorskip("transformers")
 
@@ -69,18 +67,14 @@ def test_stream_of_other_decoders_is_proved(config: str) -> None:
     assert "stream" in description.groups, description.refused
 
 
-def test_all_axes_together_in_the_vocabulary_of_transformers() -> None:
-    model = small_decoder("LlamaConfig")
-    supernet = insert_(model, example=TOKENS, axes=("stream", "heads", "ffn", "depth"), choices=(0.5, 1.0))
-    stated = supernet.space.format(supernet.space.smallest())
-    assert all(fields["hidden_size"] == 8 for fields in stated.values())
-    assert supernet.space.parse(stated) == supernet.space.smallest()
-
-
-def test_smallest_is_a_model_of_its_own() -> None:
+def test_the_smallest_in_all_axes_is_a_model_of_its_own_in_the_vocabulary_of_transformers() -> None:
     axes = ("stream", "heads", "ffn", "depth")
     supernet = insert_(small_decoder("Qwen3Config"), example=TOKENS, axes=axes, choices=(0.5, 1.0))
-    extracted = supernet.extract(supernet.space.smallest())
+    spec = supernet.space.smallest()
+    stated = supernet.space.format(spec)
+    assert all(fields["hidden_size"] == 8 for fields in stated.values())
+    assert supernet.space.parse(stated) == spec
+    extracted = supernet.extract(spec)
     alone: Any = as_pretrained(extracted, TOKENS)
     fields = ("hidden_size", "num_key_value_heads", "intermediate_size")
     assert [getattr(alone.config, field) for field in fields] == [8, 1, 12]
@@ -88,7 +82,7 @@ def test_smallest_is_a_model_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [4, 8])
-@pytest.mark.parametrize("neurons", [8, 16, 24, 32, 43, 48, 64])
+@pytest.mark.parametrize("neurons", [8, 16, 24, 43, 64])
 def test_the_stream_is_found_whatever_the_ratio_of_widths(neurons: int, head_dim: int) -> None:
     settings = {"intermediate_size": neurons, "head_dim": head_dim, "num_hidden_layers": 2}
     model = small_decoder("LlamaConfig", **settings)
@@ -117,24 +111,3 @@ def test_what_no_rule_knows_is_refused(config: str, reason: str) -> None:
     description = describe(small_decoder(config), TOKENS, axes=("stream", "ffn"))
     assert "stream" not in description.groups
     assert reason in description.refused["stream"]
-
-
-def test_one_permutation_sorts_all_layers() -> None:
-    model: Any = small_decoder("LlamaConfig", tie_word_embeddings=True)
-    full, columns = logits(model), model.model.embed_tokens.weight.detach().clone()
-    order = torch.randperm(SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
-    norm = model.model.layers[3].input_layernorm.weight
-    with torch.no_grad():
-        norm.copy_(torch.rand(norm.shape) + 0.5)
-    full, scales = logits(model), norm.detach().clone()
-    supernet = insert_(model, example=TOKENS, axes=("stream",), choices=(0.5, 1.0))
-
-    def importance(group: ChannelGroup) -> Tensor:
-        return -order.argsort().float()
-
-    report = reorder_(supernet, importance, example=TOKENS)
-    assert list(report.reordered.values()) == [16]
-    weights = supernet.state_dict()
-    torch.testing.assert_close(weights["model.embed_tokens.weight"], columns[:, order])
-    torch.testing.assert_close(weights["model.layers.3.input_layernorm.weight"], scales[order])
-    torch.testing.assert_close(logits(supernet.subnet(supernet.space.largest())), full, rtol=0, atol=5e-5)

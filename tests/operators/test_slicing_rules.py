@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_spaces import space_of
 from torch import Tensor, nn
 
-from subnetact import Axis, SubnetSpace, Supernet, insert_
-from subnetact.errors import InsertError, SpecError
+from subnetact import SubnetSpec, Supernet, insert_
 from subnetact.operators import (
     AttentionSlice,
     Elastic,
     ElasticAttribute,
-    ElasticKernel,
-    KernelConv2d,
     LayerNormSlice,
-    PerWidthBatchNorm2d,
-    PerWidthNorm,
     WeightSlice,
 )
 
@@ -36,16 +32,13 @@ def randomised(module: nn.Module) -> nn.Module:
 
 def supernet_of(module: nn.Module, entry: Elastic | dict[str, Elastic], **choices: list[int]) -> Supernet:
     """Return a supernet whose dimensions are the given choices, of a module inside a Sequential."""
-    axes = [Axis.uniform(name, ["it"], values) for name, values in choices.items()]
-    space = SubnetSpace("one", axes, lambda v: {name: v[name][0] for name in choices})
     if isinstance(entry, Elastic):
-        return insert_(nn.Sequential(module).eval(), space, {"0": entry})
-    return insert_(module, space, entry)
+        return insert_(nn.Sequential(module).eval(), space_of(**choices), {"0": entry})
+    return insert_(module, space_of(**choices), entry)
 
 
-def same(supernet: Supernet, x: Tensor, expected: Tensor, **sizes: int) -> nn.Module:
+def same(supernet: Supernet, x: Tensor, expected: Tensor, spec: SubnetSpec) -> Any:
     """Compare a subnet, its extraction and its training forward with the expected output."""
-    spec = supernet.space.spec(**sizes)
     view = supernet.subnet(spec)
     torch.testing.assert_close(view(x), expected, rtol=5e-5, atol=5e-5)
     torch.testing.assert_close(supernet.extract(spec)(x), expected, rtol=5e-5, atol=5e-5)
@@ -57,183 +50,142 @@ def same(supernet: Supernet, x: Tensor, expected: Tensor, **sizes: int) -> nn.Mo
     return view
 
 
-# -- transposed weights ---------------------------------------------------------------------------
+# -- layers and norms -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cls", "shape"),
-    [(nn.ConvTranspose1d, (7,)), (nn.ConvTranspose2d, (5, 6)), (nn.ConvTranspose3d, (3, 4, 3))],
-)
-def test_transposed_convolutions_slice_inputs_first(cls: type[Any], shape: tuple[int, ...]) -> None:
-    full = randomised(cls(6, 8, 3, stride=2, padding=1, output_padding=1))
-    supernet = supernet_of(copy.deepcopy(full), WeightSlice.on(in_="i", out="o"), i=[4, 6], o=[3, 8])
-    pruned = cls(4, 3, 3, stride=2, padding=1, output_padding=1).eval()
-    pruned.load_state_dict({"weight": full.weight[:4, :3], "bias": full.bias[:3]})
-    x = torch.randn(2, 4, *shape)
-    view = same(supernet, x, pruned(x), i=4, o=3)
-    assert (view[0].in_channels, view[0].out_channels) == (4, 3)
+class Rule(NamedTuple):
+    """A layer, what follows which dimension, and what the smallest subnet computes with the full weights."""
+
+    layer: Callable[[], nn.Module]
+    entry: Elastic
+    choices: dict[str, list[int]]
+    x: Tensor
+    narrow: tuple[int, int] | None
+    """The axis along which the input of the smallest subnet is narrow, and how narrow."""
+    pruned: Callable[[Any, Tensor], Tensor]
+    attributes: dict[str, int]
 
 
-def test_grouped_transposed_convolutions_lose_whole_groups() -> None:
-    full = randomised(nn.ConvTranspose2d(8, 12, 2, groups=4))
-    supernet = supernet_of(copy.deepcopy(full), WeightSlice.on(in_="i"), i=[4, 8])
-    pruned = nn.ConvTranspose2d(4, 6, 2, groups=2).eval()
-    pruned.load_state_dict({"weight": full.weight[:4], "bias": full.bias[:6]})
-    x = torch.randn(2, 4, 3, 3)
-    view = same(supernet, x, pruned(x), i=4)
-    assert (view[0].groups, view[0].out_channels) == (2, 6)
-    with pytest.raises(SpecError, match=r"in_=3 is not legal; choose from 2 to 8 in steps of 2"):
-        supernet_of(copy.deepcopy(full), WeightSlice.on(in_="i"), i=[3, 8]).subnet(
-            supernet_of(copy.deepcopy(full), WeightSlice.on(in_="i"), i=[3, 8]).space.smallest()
-        )
+def transposed(dims: int) -> Rule:
+    kind, function = getattr(nn, f"ConvTranspose{dims}d"), getattr(F, f"conv_transpose{dims}d")
+    return Rule(
+        lambda: kind(6, 8, 3, stride=2, padding=1, output_padding=1),
+        WeightSlice.on(in_="i", out="o"),
+        {"i": [4, 6], "o": [3, 8]},
+        torch.randn(2, 6, *(3, 4, 3)[:dims]),
+        (1, 4),
+        lambda full, x: function(x, full.weight[:4, :3], full.bias[:3], 2, 1, 1),
+        {"in_channels": 4, "out_channels": 3},
+    )
 
 
-def test_conv1d_of_hugging_face_slices_the_transposed_weight() -> None:
-    pytest.importorskip("transformers")
-    from transformers.pytorch_utils import Conv1D
-
-    full = randomised(Conv1D(10, 6))
-    supernet = supernet_of(copy.deepcopy(full), WeightSlice.on(in_="i", out="o"), i=[4, 6], o=[7, 10])
-    x = torch.randn(2, 3, 4)
-    view = same(supernet, x, F.linear(x, full.weight[:4, :7].T, full.bias[:7]), i=4, o=7)
-    assert view[0].nf == 7
+def conv1d_of_transformers() -> nn.Module:
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(10, 6)  # type: ignore[no-any-return]
 
 
-def test_embeddings_lose_columns() -> None:
-    full = randomised(nn.Embedding(11, 8, padding_idx=0))
-    supernet = supernet_of(copy.deepcopy(full), WeightSlice.on(out="o"), o=[5, 8])
-    x = torch.randint(11, (2, 6))
-    view = same(supernet, x, full.weight[:, :5][x], o=5)
-    assert view[0].embedding_dim == 5
-    with pytest.raises(InsertError, match="every row of an embedding belongs to one index"):
-        supernet_of(nn.Embedding(11, 8), WeightSlice.on(in_="i"), i=[5, 8])
-
-
-def test_a_weight_with_a_companion_is_refused() -> None:
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 8)
-            self.gain = nn.Parameter(torch.ones(8))
-
-    with pytest.raises(InsertError, match="has no rule for gain"):
-        supernet_of(Scaled(), WeightSlice.on(out="o"), o=[4, 8])
-
-
-# -- norms ------------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor, eps: float, axis: int = -1) -> Tensor:
+def rms(x: Tensor, weight: Any, eps: float, axis: int = -1) -> Tensor:
     shape = [1] * x.dim()
     shape[axis] = -1
     return x / (x.square().mean(axis, keepdim=True) + eps).sqrt() * weight.reshape(shape)
 
 
-def of_timm(name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        layers = pytest.importorskip("timm.layers")
-        return getattr(layers, name)(8, eps=1e-6)  # type: ignore[no-any-return]
-
-    return make
+def of_library(module: str, name: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(pytest.importorskip(module), name)(8, eps=1e-6)
 
 
-def of_transformers(model: str, name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        pytest.importorskip("transformers")
-        module = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=[name])
-        return getattr(module, name)(8, eps=1e-6)  # type: ignore[no-any-return]
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("make", "axis", "plus"),
-    [
-        (lambda: nn.RMSNorm(8, eps=1e-6), -1, 0),
-        (of_transformers("llama", "LlamaRMSNorm"), -1, 0),
-        (of_transformers("t5", "T5LayerNorm"), -1, 0),
-        (of_transformers("gemma", "GemmaRMSNorm"), -1, 1),
-        (of_transformers("gemma2", "Gemma2RMSNorm"), -1, 1),
-        (of_timm("RmsNorm"), -1, 0),
-        (of_timm("RmsNormFp32"), -1, 0),
-        (of_timm("RmsNorm2d"), 1, 0),
-    ],
-)
-def test_rms_norms_average_over_the_features_that_are_left(
-    make: Callable[[], nn.Module], axis: int, plus: int
-) -> None:
-    full = randomised(make())
-    supernet = supernet_of(copy.deepcopy(full), LayerNormSlice.on(features="w"), w=[3, 8])
-    x = torch.randn(2, 3, 4, 4) if axis == 1 else torch.randn(2, 5, 3)
-    same(supernet, x, rms(x, full.weight[:3] + plus, 1e-6, axis), w=3)
-    x = torch.randn(2, 8, 4, 4) if axis == 1 else torch.randn(2, 5, 8)
-    same(supernet, x, full(x), w=8)
+def rms_norm(layer: Callable[[], nn.Module], plus: int = 0, axis: int = -1) -> Rule:
+    return Rule(
+        layer,
+        LayerNormSlice.on(features="w"),
+        {"w": [3, 8]},
+        torch.randn(2, 8, 4, 4) if axis == 1 else torch.randn(2, 5, 8),
+        (axis, 3),
+        lambda full, x: rms(x, full.weight[:3] + plus, 1e-6, axis),
+        {},
+    )
 
 
-class CentredRMSNorm(nn.Module):
-    """It subtracts the mean, whatever its name says."""
+def group_norm(groups: int) -> Rule:
+    kept = max(1, groups // 2)
+    return Rule(
+        lambda: nn.GroupNorm(groups, 8),
+        LayerNormSlice.on(features="w"),
+        {"w": [4, 8]},
+        torch.randn(2, 8, 3, 3),
+        (1, 4),
+        lambda full, x: F.group_norm(x, kept, full.weight[:4], full.bias[:4]),
+        {"num_groups": kept, "num_channels": 4},
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight)
+TRANSFORMERS = "transformers.models.{0}.modeling_{0}"
+RULES: dict[str, Rule] = {
+    **{f"ConvTranspose{dims}d": transposed(dims) for dims in (1, 2, 3)},
+    "ConvTranspose2d in groups": Rule(
+        lambda: nn.ConvTranspose2d(8, 12, 2, groups=4),
+        WeightSlice.on(in_="i"),
+        {"i": [4, 8]},
+        torch.randn(2, 8, 3, 3),
+        (1, 4),
+        lambda full, x: F.conv_transpose2d(x, full.weight[:4], full.bias[:6], groups=2),
+        {"groups": 2, "out_channels": 6},
+    ),
+    "Conv1D": Rule(
+        conv1d_of_transformers,
+        WeightSlice.on(in_="i", out="o"),
+        {"i": [4, 6], "o": [7, 10]},
+        torch.randn(2, 3, 6),
+        (-1, 4),
+        lambda full, x: F.linear(x, full.weight[:4, :7].T, full.bias[:7]),
+        {"nf": 7},
+    ),
+    "Embedding": Rule(
+        lambda: nn.Embedding(11, 8, padding_idx=0),
+        WeightSlice.on(out="o"),
+        {"o": [5, 8]},
+        torch.randint(11, (2, 6)),
+        None,
+        lambda full, x: full.weight[:, :5][x],
+        {"embedding_dim": 5},
+    ),
+    "RMSNorm": rms_norm(lambda: nn.RMSNorm(8, eps=1e-6)),
+    "RMSNorm without weight": rms_norm(lambda: nn.RMSNorm(8, elementwise_affine=False))._replace(
+        pruned=lambda _, x: rms(x, torch.ones(3), torch.finfo(torch.float32).eps)
+    ),
+    "LlamaRMSNorm": rms_norm(of_library(TRANSFORMERS.format("llama"), "LlamaRMSNorm")),
+    "T5LayerNorm": rms_norm(of_library(TRANSFORMERS.format("t5"), "T5LayerNorm")),
+    "GemmaRMSNorm": rms_norm(of_library(TRANSFORMERS.format("gemma"), "GemmaRMSNorm"), plus=1),
+    "Gemma2RMSNorm": rms_norm(of_library(TRANSFORMERS.format("gemma2"), "Gemma2RMSNorm"), plus=1),
+    "RmsNorm of timm": rms_norm(of_library("timm.layers", "RmsNorm")),
+    "RmsNormFp32 of timm": rms_norm(of_library("timm.layers", "RmsNormFp32")),
+    "RmsNorm2d of timm": rms_norm(of_library("timm.layers", "RmsNorm2d"), axis=1),
+    "GroupNorm": group_norm(4),
+    "GroupNorm of one group": group_norm(1),
+}
 
 
-class Hungry(CentredRMSNorm):
-    """Finds no memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise MemoryError
+@pytest.mark.parametrize("name", RULES)
+def test_a_narrow_layer_computes_what_the_first_rows_and_columns_do(name: str) -> None:
+    rule = RULES[name]
+    full = randomised(rule.layer())
+    supernet = supernet_of(copy.deepcopy(full), rule.entry, **rule.choices)
+    same(supernet, rule.x, full(rule.x), supernet.space.largest())
+    x = rule.x if rule.narrow is None else rule.x.narrow(rule.narrow[0], 0, rule.narrow[1])
+    view = same(supernet, x, rule.pruned(full, x), supernet.space.smallest())
+    assert {name: getattr(view[0], name) for name in rule.attributes} == rule.attributes
 
 
 def test_a_norm_that_finds_no_memory_is_not_called_another_norm() -> None:
+    class Hungry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise MemoryError
+
     with pytest.raises(MemoryError):
         supernet_of(Hungry(), LayerNormSlice.on(features="n"), n=[4, 8])
-
-
-class FullWidthRMSNorm(CentredRMSNorm):
-    """It divides by the width of the full network."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (x.square().sum(-1, keepdim=True) / 8 + 1e-6).sqrt() * self.weight
-
-
-class Scale(CentredRMSNorm):
-    """It has a weight as a norm has, and normalises nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-@pytest.mark.parametrize("cls", [CentredRMSNorm, FullWidthRMSNorm, Scale, lambda: nn.Linear(8, 8)])
-def test_what_only_looks_like_an_rms_norm_is_refused(cls: Callable[[], nn.Module]) -> None:
-    with pytest.raises(InsertError, match="only GroupNorm, and LayerNorm and RMSNorm over one axis"):
-        supernet_of(cls(), LayerNormSlice.on(features="w"), w=[3, 8])
-
-
-def test_rms_norm_without_weight_and_over_several_axes() -> None:
-    supernet = supernet_of(nn.RMSNorm(8, elementwise_affine=False), LayerNormSlice.on(features="w"), w=[3, 8])
-    x = torch.randn(2, 3)
-    same(supernet, x, rms(x, torch.ones(3), torch.finfo(torch.float32).eps), w=3)
-    with pytest.raises(InsertError, match="over several axes"):
-        supernet_of(nn.RMSNorm((4, 8)), LayerNormSlice.on(features="w"), w=[3, 8])
-
-
-@pytest.mark.parametrize("groups", [4, 1])
-def test_group_norm_keeps_whole_groups(groups: int) -> None:
-    full = randomised(nn.GroupNorm(groups, 8))
-    supernet = supernet_of(copy.deepcopy(full), LayerNormSlice.on(features="w"), w=[4, 8])
-    x = torch.randn(2, 4, 3, 3)
-    kept = 2 if groups == 4 else 1
-    view = same(supernet, x, F.group_norm(x, kept, full.weight[:4], full.bias[:4]), w=4)
-    assert (view[0].num_groups, view[0].num_channels) == (kept, 4)
-
-
-def test_group_norm_refuses_part_of_a_group() -> None:
-    supernet = supernet_of(nn.GroupNorm(4, 8), LayerNormSlice.on(features="w"), w=[3, 8])
-    with pytest.raises(SpecError, match=r"features=3 is not legal; choose from 2 to 8 in steps of 2"):
-        supernet.subnet(supernet.space.smallest())
 
 
 # -- parameters and numbers of modules with submodules ----------------------------------------------------
@@ -262,7 +214,7 @@ def test_own_parameters_of_a_block_with_layers() -> None:
     pruned = Scaled(5)
     pruned.load_state_dict({name: t[:5] for name, t in full.state_dict().items()})
     x = torch.randn(2, 3, 4, 4)
-    view = same(supernet, x, pruned(x), w=5)
+    view = same(supernet, x, pruned(x), supernet.space.smallest())
     assert view[0].layer_scale.shape == (5, 1, 1)
     assert list(supernet.state_dict()) == [f"0.{name}" for name in full.state_dict()]
 
@@ -299,39 +251,39 @@ def test_own_parameters_and_numbers_of_the_network_itself() -> None:
     state |= {f"embed.{n}": full.embed.state_dict()[n][:6] for n in ("weight", "bias")}
     pruned.load_state_dict(state)
     x = torch.randn(2, 3, 5)
-    view = same(supernet, x, pruned(x), w=6, h=2)
+    view = same(supernet, x, pruned(x), supernet.space.spec(w=6, h=2))
     assert isinstance(view, Tokens)
     assert view.heads == 2
-    same(supernet, x, full(x), w=8, h=4)
+    same(supernet, x, full(x), supernet.space.largest())
 
 
-def test_training_reaches_dropout_of_a_module_with_elastic_numbers() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = 4
-            self.inner = nn.Identity()
+class Settings:
+    """What a configuration states."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 0.5, self.training)
-
-    supernet = supernet_of(Dropping(), ElasticAttribute.on(heads="h"), h=[2, 4])
-    x = torch.ones(100)
-    assert torch.equal(supernet(x), x)
-    assert (supernet.train()(x) == 0).any()
+    def __init__(self) -> None:
+        self.heads = 4
+        self.name = "settings"
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"missing": "w"}, r"not \['missing'\]; the module has heads, cls_token, pos_embed, buckets"),
-        ({"cls_token.3": "w"}, r"not \['cls_token.3'\]"),
-        ({"training": "w"}, r"not \['training'\]"),
-    ],
-)
-def test_attributes_that_are_neither_numbers_nor_parameters(parts: dict[str, str], message: str) -> None:
-    with pytest.raises(InsertError, match=message):
-        supernet_of(Tokens(), {"": ElasticAttribute.on(**parts)}, w=[4, 8])
+class Configured(nn.Module):
+    """A network that reads a number of its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Settings()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[..., : 2 * self.config.heads].unflatten(-1, (self.config.heads, 2))
+
+
+def test_a_number_that_a_configuration_states() -> None:
+    full = randomised(Configured())
+    supernet = supernet_of(copy.deepcopy(full), {"": ElasticAttribute.on(**{"config.heads": "h"})}, h=[2, 4])
+    x, space = torch.randn(3, 8), supernet.space
+    view = same(supernet, x, full.linear(x)[..., :4].unflatten(-1, (2, 2)), space.smallest())
+    assert (view.config.heads, view.config.name) == (2, "settings")
+    same(supernet, x, full(x), space.largest())
 
 
 # -- nn.MultiheadAttention ------------------------------------------------------------------------------
@@ -340,83 +292,83 @@ def test_attributes_that_are_neither_numbers_nor_parameters(parts: dict[str, str
 class Attending(nn.Module):
     """A network that calls attention with whatever options its test sets."""
 
-    def __init__(self, batch_first: bool, bias: bool = True) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, bias=bias, batch_first=batch_first)
-        self.options: dict[str, Any] = {}
-        self.weights: list[Tensor] = []
+        self.attention = nn.MultiheadAttention(12, 3, **{"batch_first": True, **options})
 
-    def forward(self, x: Tensor) -> Tensor:
-        out, weights = self.attention(x, x, x, **self.options)
-        if weights is not None:
-            self.weights.append(weights)
-        return out
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return self.attention(x, x, x, **options)[0]
 
 
-def without_head(attention: nn.MultiheadAttention) -> nn.MultiheadAttention:
-    """Return the attention whose third head has no value and no way out."""
-    zeroed = copy.deepcopy(attention)
-    with torch.no_grad():
-        zeroed.in_proj_weight[-4:] = 0
-        if zeroed.in_proj_bias is not None:
-            zeroed.in_proj_bias[-4:] = 0
-        zeroed.out_proj.weight[:, 8:] = 0
-    return zeroed
+def heads_of(full: nn.Module) -> Supernet:
+    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
+    return supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+KINDS: list[dict[str, bool]] = [
+    *({}, {"batch_first": False}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}),
+    {"add_bias_kv": True, "add_zero_attn": True},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"need_weights": False},
-        {"need_weights": True},
-        {"need_weights": False, "attn_mask": torch.ones(5, 5).triu(1).bool(), "is_causal": True},
-        {"need_weights": True, "key_padding_mask": torch.tensor([[False] * 4 + [True]] * 2)},
-        {"need_weights": False, "attn_mask": torch.eye(5), "key_padding_mask": torch.arange(10.0).view(2, 5)},
-    ],
+    "masked", ["nothing", "numbers", "positions", "heads", "keys", "both", "one example"]
 )
-def test_attention_keeps_its_first_heads(batch_first: bool, options: dict[str, Any]) -> None:
-    full = randomised(Attending(batch_first, bias="attn_mask" not in options))
-    full.options = options
-    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
-    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
-    x = torch.randn(2, 5, 12) if batch_first else torch.randn(5, 2, 12)
-    zeroed = without_head(full.attention)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_attention_keeps_its_first_heads(kind: dict[str, bool], masked: str) -> None:
+    full: Any = randomised(Attending(**kind))
+    supernet = heads_of(full)
+    zeroed = copy.deepcopy(full.attention)
     with torch.no_grad():
-        view = same(supernet, x, zeroed(x, x, x, **options)[0], h=8)
-        same(supernet, x, full(x), h=12)
-    assert view.attention.num_heads == 2
-    assert isinstance(view.attention, nn.MultiheadAttention)
-
-
-def test_attention_weights_are_those_of_the_kept_heads() -> None:
-    full = randomised(Attending(True))
-    full.options = {"need_weights": True, "average_attn_weights": False}
-    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
-    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
+        zeroed.out_proj.weight[:, 8:] = 0
     x = torch.randn(2, 5, 12)
-    full(x)
-    view = supernet.subnet(supernet.space.spec(h=8))
-    view(x)
-    torch.testing.assert_close(view.weights[-1], full.weights[0][:, :2])
+    positions, keys = torch.ones(5, 5).triu(1).bool(), torch.zeros(2, 5).bool()
+    keys[0, 3:] = True
+    heads = torch.rand(6, 5, 5) < 0.2
+    mask: dict[str, Any] = {
+        "nothing": {},
+        "numbers": {"attn_mask": torch.eye(5), "key_padding_mask": torch.arange(10.0).view(2, 5)},
+        "positions": {"attn_mask": positions},
+        "heads": {"attn_mask": heads},
+        "keys": {"key_padding_mask": keys},
+        "both": {"attn_mask": positions, "key_padding_mask": keys},
+        "one example": {"key_padding_mask": keys[0], "attn_mask": positions},
+    }[masked]
+    narrowed = dict(mask)
+    if masked == "heads":
+        narrowed["attn_mask"] = heads.unflatten(0, (2, 3))[:, :2].flatten(0, 1)
+    if masked == "one example":
+        x = x[0]
+    elif not kind.get("batch_first", True):
+        x = x.transpose(0, 1)
+    for size, original, own in ((12, full.attention, mask), (8, zeroed, narrowed)):
+        spec = supernet.space.spec(h=size)
+        for network in (supernet.subnet(spec), supernet.extract(spec)):
+            assert network.attention.num_heads == size // 4
+            for weights in (True, False):
+                options = {"need_weights": weights, "average_attn_weights": False}
+                expected, result = (
+                    original(x, x, x, **mask, **options),
+                    network.attention(x, x, x, **own, **options),
+                )
+                torch.testing.assert_close(result[0], expected[0], rtol=5e-5, atol=5e-5)
+                if weights:
+                    torch.testing.assert_close(result[1], expected[1].narrow(-3, 0, size // 4))
 
 
 def test_a_causal_hint_without_a_mask_is_refused_as_torch_does() -> None:
-    full = randomised(Attending(True))
-    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
-    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
+    full = randomised(Attending())
+    supernet = heads_of(full)
     for network in (full, supernet.subnet(supernet.space.spec(h=8))):
-        network.options = {"need_weights": False, "is_causal": True}
+        network.options = {"need_weights": False, "is_causal": True}  # A view takes attributes, too.
         with pytest.raises(RuntimeError, match="Need attn_mask"):
-            network(torch.randn(2, 5, 12))
+            network(torch.randn(2, 5, 12), **network.options)
 
 
 def test_attention_with_narrower_inputs_is_a_smaller_attention() -> None:
-    full = randomised(Attending(True))
-    elastic = {
-        "attention": AttentionSlice.on(out="h", in_="h"),
-        "attention.out_proj": WeightSlice.on(out="h", in_="h"),
-    }
+    full: Any = randomised(Attending())
+    both = {"out": "h", "in_": "h"}
+    elastic = {"attention": AttentionSlice.on(**both), "attention.out_proj": WeightSlice.on(**both)}
     supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
     pruned = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     rows = torch.cat([torch.arange(i, i + 8) for i in (0, 12, 24)])
@@ -428,98 +380,5 @@ def test_attention_with_narrower_inputs_is_a_smaller_attention() -> None:
             "out_proj.bias": full.attention.out_proj.bias[:8],
         }
     )
-    x = torch.randn(2, 5, 8)
-    same(supernet, x, pruned(x, x, x)[0], h=8)
-    same(supernet, x[0], pruned(x[0], x[0], x[0])[0], h=8)
-
-
-def test_the_fused_kernel_of_encoder_layers_does_not_see_a_sliced_attention() -> None:
-    full = randomised(nn.TransformerEncoderLayer(12, 3, 24, batch_first=True))
-    elastic = {"self_attn": AttentionSlice.on(out="h"), "self_attn.out_proj": WeightSlice.on(in_="h")}
-    supernet = supernet_of(copy.deepcopy(full), elastic, h=[8, 12])
-    zeroed = copy.deepcopy(full)
-    zeroed.self_attn = without_head(full.self_attn)
-    x = torch.randn(2, 5, 12)
-    with torch.no_grad():
-        torch.testing.assert_close(supernet.subnet(supernet.space.spec(h=8))(x), zeroed(x))
-
-
-def test_attention_of_other_kinds_is_refused() -> None:
-    with pytest.raises(InsertError, match="kdim and vdim are not supported; project to embed_dim before"):
-        supernet_of(nn.MultiheadAttention(12, 3, kdim=6), AttentionSlice.on(out="h"), h=[4, 12])
-
-
-@pytest.mark.parametrize("masked", ["nothing", "positions", "heads", "keys", "both", "one example"])
-@pytest.mark.parametrize("options", [["bias_kv"], ["zero_attn"], ["bias_kv", "zero_attn"]])
-def test_keys_that_an_attention_appends_belong_to_its_heads(options: list[str], masked: str) -> None:
-    full = Attending(True)
-    appends = {f"add_{option}": True for option in options}
-    full.attention = randomised(nn.MultiheadAttention(12, 3, batch_first=True, **appends))
-    elastic = {"attention": AttentionSlice.on(out="h"), "attention.out_proj": WeightSlice.on(in_="h")}
-    supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])
-    zeroed = copy.deepcopy(full.attention)
-    with torch.no_grad():
-        zeroed.out_proj.weight[:, 8:] = 0
-    x = torch.randn(2, 5, 12)
-    positions, keys = torch.ones(5, 5).triu(1).bool(), torch.zeros(2, 5).bool()
-    keys[0, 3:] = True
-    heads = torch.rand(6, 5, 5) < 0.2
-    masks: dict[str, dict[str, Any]] = {
-        "nothing": {},
-        "positions": {"attn_mask": positions},
-        "heads": {"attn_mask": heads},
-        "keys": {"key_padding_mask": keys},
-        "both": {"attn_mask": positions, "key_padding_mask": keys},
-        "one example": {"key_padding_mask": keys[0], "attn_mask": positions},
-    }
-    given, mask = x[0] if masked == "one example" else x, masks[masked]
-    narrowed = dict(mask)
-    if masked == "heads":
-        narrowed["attn_mask"] = heads.unflatten(0, (2, 3))[:, :2].flatten(0, 1)
-    for size, expected, own in ((12, full.attention, mask), (8, zeroed, narrowed)):
-        view = supernet.subnet(supernet.space.spec(h=size)).attention
-        for weights in (True, False):
-            wanted = expected(given, given, given, **mask, need_weights=weights, average_attn_weights=False)
-            result = view(given, given, given, **own, need_weights=weights, average_attn_weights=False)
-            torch.testing.assert_close(result[0], wanted[0], rtol=5e-5, atol=5e-5)
-            if weights:
-                torch.testing.assert_close(result[1], wanted[1].narrow(-3, 0, size // 4))
-
-
-def test_a_number_that_a_configuration_states() -> None:
-    class Settings:
-        def __init__(self) -> None:
-            self.heads = 4
-            self.name = "settings"
-
-    class Configured(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = Settings()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)[..., : 2 * self.config.heads].unflatten(-1, (self.config.heads, 2))
-
-    full = randomised(Configured())
-    supernet = supernet_of(copy.deepcopy(full), {"": ElasticAttribute.on(**{"config.heads": "h"})}, h=[2, 4])
-    x = torch.randn(3, 8)
-    view = same(supernet, x, full.linear(x)[..., :4].unflatten(-1, (2, 2)), h=2)
-    assert (view.config.heads, view.config.name) == (2, "settings")
-    same(supernet, x, full(x), h=4)
-    with pytest.raises(InsertError, match=r"not \['config.name'\]"):
-        supernet_of(Configured(), {"": ElasticAttribute.on(**{"config.name": "h"})}, h=[2, 4])
-
-
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_operators_whose_subnets_have_modules_of_another_class_give_the_own_module_back() -> None:
-    modules = (PerWidthBatchNorm2d(8, [4, 8]), KernelConv2d(8, [3, 5]), nn.MultiheadAttention(8, 2))
-    entries = (
-        PerWidthNorm.on(channels="w", position="p"),
-        ElasticKernel.on(channels="w"),
-        AttentionSlice.on(out="w"),
-    )
-    for module, entry in zip(modules, entries, strict=True):
-        supernet = supernet_of(module, entry, w=[4, 8], p=[1, 2])
-        assert supernet.subnet(supernet.space.largest())[0] is not module
-        assert supernet.remove()[0] is module
+    for x in (torch.randn(2, 5, 8), torch.randn(5, 8)):
+        same(supernet, x, pruned(x, x, x)[0], supernet.space.spec(h=8))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from small_families import small_constructor, small_inputs, small_supernet
+from small_spaces import space_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from subnetact import Axis, Supernet, insert_
+import subnetact
+from ofa_adapters import load
+from subnetact import Supernet, insert_
 from subnetact.errors import RecompileLimitWarning
 from subnetact.operators import SubnetNorm, WeightSlice
-from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch reads .grad of slices
@@ -55,16 +61,17 @@ def call(supernet: Supernet, x: Tensor, subnet: SubnetSpec) -> Any:
 
 def supernet_of() -> Supernet:
     """Return a supernet of twelve widths."""
-    space = SubnetSpace("s", [Axis.uniform("w", ["a"], range(2, 2 + SUBNETS))], lambda v: {"w": v["w"][0]})
     network = nn.Sequential(nn.Linear(6, 1 + SUBNETS), nn.BatchNorm1d(1 + SUBNETS), nn.Linear(1 + SUBNETS, 5))
     operators = {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")}
-    return insert_(network.eval(), space, {**operators, "1": SubnetNorm.on(channels="w")})
+    operators["1"] = SubnetNorm.on(channels="w")
+    return insert_(network.eval(), space_of(w=range(2, 2 + SUBNETS)), operators)
 
 
 @pytest.mark.parametrize(("way", "training"), [("wrapped", True), ("in place", False), ("inside", False)])
 def test_every_subnet_of_every_supernet_is_compiled(way: str, training: bool) -> None:
     for _ in range(3):
         supernet, counter = supernet_of().train(training), Counter()
+        twin = copy.deepcopy(supernet)
         compiled: Any = supernet
         if way == "in place":
             supernet.compile(backend=counter)
@@ -74,12 +81,15 @@ def test_every_subnet_of_every_supernet_is_compiled(way: str, training: bool) ->
             compiled = torch.compile(supernet, backend=counter)
         specs = list(supernet.space.enumerate())
         batches = [torch.randn(size, 6) for size in (2, 3)]
-        outputs = {(spec, x): compiled(x, subnet=spec) for spec in specs for x in batches}
-        assert counter.runs == len(outputs) == 2 * SUBNETS
+        for spec, x in itertools.product(specs, batches):
+            output, expected = compiled(x, subnet=spec), twin(x, subnet=spec)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+            if training:
+                output.sum().backward(), expected.sum().backward()
+        assert counter.runs == 2 * SUBNETS
         assert counter.graphs <= 2 * SUBNETS  # the second has a dynamic batch size
-        if not training:
-            for (spec, x), output in outputs.items():
-                assert torch.equal(output, supernet.extract(spec)(x))
+        for parameter, other in zip(supernet.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_one_warning_tells_that_the_limit_is_reached() -> None:
@@ -108,3 +118,71 @@ def test_a_compiled_supernet_follows_training_and_new_weights() -> None:
     supernet.load_state_dict({name: t + 1 for name, t in supernet.state_dict().items()})
     assert torch.equal(compiled(x, subnet=spec), expected())
     assert counter.graphs == 1
+
+
+X = small_inputs("ofa_mbv3", 2)["x"]
+"""Matrices compute the small kernels of this family, so its views have packed copies."""
+autocast: Callable[[], AbstractContextManager[Any]] = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+fake = partial(FakeTensorMode, allow_non_fake_inputs=True)
+
+
+@pytest.mark.parametrize("mode", [autocast, fake, torch.inference_mode])
+def test_a_mode_leaves_nothing_behind(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    supernet = small_supernet("ofa_mbv3")
+    spec = supernet.space.smallest()
+    expected, plain = copy.deepcopy(supernet)(X, subnet=spec), supernet.extract(spec)
+    with mode():
+        view, extracted = supernet.subnet(spec), supernet.extract(spec)
+    assert supernet.packed_bytes() > 0
+    assert torch.equal(view(X), expected)
+    for own, other in zip(extracted.parameters(), plain.parameters(), strict=True):
+        assert (type(own), own.dtype) == (type(other), other.dtype)
+        assert torch.equal(own, other)
+    with torch.no_grad():
+        for parameter in supernet.parameters():
+            parameter.mul_(1.01)
+    with mode():
+        view(X)  # This makes the packed copies again.
+    assert torch.equal(view(X), copy.deepcopy(supernet)(X, subnet=spec))
+
+
+def test_a_check_and_a_calibration_under_autocast_leave_nothing_behind() -> None:
+    supernet = small_supernet("ofa_mbv3")
+    spec = supernet.space.smallest()
+    expected = copy.deepcopy(supernet)(X, subnet=spec)
+    with autocast():
+        assert spec in supernet.check(X).ran
+    assert torch.equal(supernet(X, subnet=spec), expected)
+    twin = copy.deepcopy(supernet)
+    with autocast():
+        subnetact.calibrate(supernet, [spec], [X], progress=False, check=False)
+    subnetact.calibrate(twin, [spec], [X], progress=False, check=False)
+    row, exact = supernet.norms.get(spec), twin.norms.get(spec)
+    assert row is not None
+    assert exact is not None
+    assert row.flat.dtype == torch.float32
+    assert not torch.equal(row.flat, row.flat.bfloat16().float()), "statistics keep all digits"
+    torch.testing.assert_close(row.flat, exact.flat, rtol=0.1, atol=0.1)
+    assert not torch.equal(row.flat, exact.flat), "the forward passes were those of autocast"
+    assert supernet(X, subnet=spec).isfinite().all()
+
+
+@torch.no_grad()
+def test_compiled_supernets_follow_changes_in_place() -> None:
+    torch._dynamo.reset()
+    shallow = {**small_constructor("ofa_mbv3"), "depth_list": [1, 2]}
+    supernet = load("ofa_mbv3", None, **shallow).eval()
+    spec = supernet.space.smallest()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled = torch.compile(supernet, backend="eager")
+        for _ in range(4):  # More than torch.compile compiles again before it gives up.
+            found, expected = compiled(X, subnet=spec), copy.deepcopy(supernet)(X, subnet=spec)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            for name, parameter in supernet.named_parameters():
+                if "depth_conv" in name:
+                    parameter.mul_(1.1).add_(0.01)
+        for _ in range(2):
+            own = torch.compile(supernet.subnet(spec), backend="eager")
+            torch.testing.assert_close(own(X), supernet(X, subnet=spec), rtol=1e-5, atol=1e-6)
+            next(p for n, p in supernet.named_parameters() if "depth_conv" in n).mul_(2)
+            supernet.refresh()

@@ -128,7 +128,7 @@ def test_the_largest_subnet_goes_through_the_states_of_the_original(kind: type[S
 
 @KINDS
 @pytest.mark.parametrize("made", ["inserted", "copied", "read", "by hand"])
-def test_a_view_that_runs_while_another_one_does_leaves_it_alone(
+def test_views_that_run_at_once_leave_each_other_alone(
     kind: type[Stateful], made: str, tmp_path: Path
 ) -> None:
     supernet, plain = inserted(kind)
@@ -174,27 +174,19 @@ def test_an_engine_runs_a_network_with_a_state_as_a_view_and_shows_it_by_its_che
 
 # -- rotary embeddings of long contexts --------------------------------------------------------------------
 
+THETA = {"rope_theta": 1e4}
+FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 ROTARY: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": (
         "Phi3Config",
         {
-            "tie_word_embeddings": False,
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.0],
-                "long_factor": [2.0, 3.0],
-                "original_max_position_embeddings": 16,
-            },
+            **{"tie_word_embeddings": False, "original_max_position_embeddings": 16},
+            "rope_parameters": {"rope_type": "longrope", **THETA, **FACTORS},
         },
     ),
     "dynamic": (
         "LlamaConfig",
-        {
-            "max_position_embeddings": 16,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-        },
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **THETA}},
     ),
 }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_decoders import small_decoder
+from small_spaces import space_of
 from torch import Tensor, nn
 
 import subnetact
 import subnetact.costs
 from subnetact.device import MachineFacts
 from subnetact.digits import load_digits_supernet
-from subnetact.engine.finite_values import strange_samples
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.errors import (
     ForeignSpec,
@@ -26,7 +25,6 @@ from subnetact.errors import (
     InsertError,
     InvalidRequest,
     PrecisionError,
-    ProfileMismatch,
     SpecError,
 )
 from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table, lowered_weight
@@ -34,7 +32,6 @@ from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
 from subnetact.operators.operation_traits import operation_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
-from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
 
@@ -109,17 +106,13 @@ class Fused(nn.Module):
 
 def fused() -> Supernet:
     torch.manual_seed(0)
-    space = SubnetSpace(
-        "fused",
-        [Axis.uniform("heads", ["all"], [1, 2, 4])],
-        lambda values: {"attention": 4 * values["heads"][0]},
-    )
     elastic = {
         "qkv": WeightSlice.on(out=Segments(*[("attention", 16)] * 3)),
         "proj": WeightSlice.on(in_="attention"),
         "attention": AttentionSlice.on(out="attention"),
         "attention.out_proj": WeightSlice.on(in_="attention"),
     }
+    space = space_of("fused", lambda v: {"attention": 4 * v["heads"]}, heads=[1, 2, 4])
     return subnetact.insert_(Fused().eval(), space, elastic)
 
 
@@ -156,6 +149,9 @@ def test_all_subnets_read_one_int8_copy_in_place(digits: Supernet) -> None:
     full = sum(m.weight.numel() + 4 * len(m.weight) for n, m in low_modules(digits))
     assert lowered == full
     assert digits.packed_bytes() == 0
+    low = dict(low_modules(digits))
+    assert {"stages.0.0.conv1", "stages.0.0.conv2", "stages.2.0.downsample.conv"} <= set(low)
+    assert not {"stem", "classifier", "bn"} & set(low), "the first and the last layers stay at float32"
 
 
 def low_modules(supernet: Supernet) -> Iterator[tuple[str, nn.Module]]:
@@ -163,15 +159,7 @@ def low_modules(supernet: Supernet) -> Iterator[tuple[str, nn.Module]]:
     return ((n, m) for n, m in view.named_modules() if isinstance(m, Low))
 
 
-def test_first_and_last_layers_stay_at_float32(digits: Supernet) -> None:
-    low = dict(low_modules(digits))
-    assert {"stages.0.0.conv1", "stages.0.0.conv2", "stages.2.0.downsample.conv"} <= set(low)
-    assert not {"stem", "classifier", "bn"} & set(low)
-
-
-def test_sliced_convolutions_follow_the_full_weights(
-    digits: Supernet,
-) -> None:
+def test_sliced_convolutions_follow_the_full_weights(digits: Supernet) -> None:
     spec = digits.space.spec(depth=1, expand=0.5, width=0.5, precision="int8")
     for name, channels in (("downsample.conv", 24), ("conv2", 24)):
         conv = digits.subnet(spec).get_submodule(f"stages.1.0.{name}")
@@ -216,31 +204,23 @@ def test_products_of_any_number_of_rows(rows: int) -> None:
     assert (off < 0.1).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
-def test_few_rows_compute_what_they_compute_among_many(rows: int) -> None:
-    torch.manual_seed(rows)
-    x, (short, scale) = torch.randn(40, 96), LoweredWeight.made(torch.randn(48, 128), 8)
-    assert scale is not None
-    low, bias = LoweredWeight(short[:33, :96], scale[:33]), torch.randn(33)
-    many = low.product(x, bias)
-    few = low.product(x[:rows].view(1, rows, 96), bias)
-    assert torch.equal(few[0], many[:rows])
-    assert few.is_contiguous()
-
-
-def test_not_a_number_stays_in_its_row() -> None:
-    x, weight = torch.randn(6, 32), torch.randn(8, 32)
-    x[2, 3], x[4, 1] = float("nan"), float("inf")
-    finite = LoweredWeight.made(weight, 8).product(x, None).isfinite().all(1)
-    assert finite.tolist() == [True, True, False, True, False, True]
-
-
-def test_rows_and_channels_of_zeros() -> None:
-    weight = torch.randn(4, 8)
+def test_a_row_is_computed_as_it_is_among_others_also_beside_zeros_and_what_is_no_number() -> None:
+    weight = torch.randn(48, 128)
     weight[1] = 0
-    low = LoweredWeight.made(weight, 8)
-    assert torch.equal(low.product(torch.zeros(3, 8), None), torch.zeros(3, 4))
-    assert torch.equal(low.product(torch.ones(3, 8), None)[:, 1], torch.zeros(3))
+    short, scale = LoweredWeight.made(weight, 8)
+    assert scale is not None
+    low, bias, x = LoweredWeight(short[:33, :96], scale[:33]), torch.randn(33), torch.randn(40, 96)
+    x[6] = 0
+    many = low.product(x, bias)
+    assert torch.equal(many[6], bias)
+    assert torch.equal(many[:, 1], bias[1].expand(40))
+    for rows in (1, 2, 4, 5):
+        few = low.product(x[:rows].view(1, rows, 96), bias)
+        assert torch.equal(few[0], many[:rows])
+        assert few.is_contiguous()
+    x[2, 3], x[4, 1] = float("nan"), float("inf")
+    finite = low.product(x[:6], None).isfinite().all(1)
+    assert finite.tolist() == [True, True, False, True, False, True]
 
 
 @pytest.mark.parametrize("family", ["dynabert", "ofa_resnet50", "ofa_mbv3", "hydravit"])
@@ -252,102 +232,48 @@ def test_families_run_at_int8(family: str) -> None:
         low, exact = (supernet.subnet(space.at_precision(spec, p))(**inputs) for p in ("int8", "float32"))
         off = (low - exact).norm() / exact.norm()
         assert 0 < off < 0.2, f"{family}: {off}"
+    if family == "ofa_mbv3":
+        model = subnetact.costs.CostModel(supernet, inputs["x"])
+        one, other = (model(space.at_precision(spec, p)) for p in ("float32", "int8"))
+        assert (one.parameters, one.macs) == (other.parameters, other.macs)
+        assert other.weight_bytes < one.weight_bytes
     assert space.parse(space.format(space.smallest())) == space.smallest()
 
 
-def test_changed_weights_reach_the_copy(digits: Supernet) -> None:
+def test_changed_weights_reach_the_copy_and_training_the_full_weights(digits: Supernet) -> None:
     spec, x = digits.space.smallest(), torch.randn(2, 1, 16, 16)
-    view = digits.subnet(spec)
-    before = view(x)
+    view, extracted = digits.subnet(spec), digits.extract(spec)
+    before, weight = view(x), digits.network.get_submodule("stages.0.0.conv1").weight
+    torch.testing.assert_close(pickle.loads(pickle.dumps(extracted))(x), before)
+    digits.train()
+    digits(x, subnet=spec).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+    digits.eval()
     with torch.no_grad():
-        digits.network.get_submodule("stages.0.0.conv1").weight.mul_(2)
+        weight.mul_(2)
     changed = view(x)
     assert not torch.allclose(before, changed)
     torch.testing.assert_close(digits.subnet(spec)(x), changed)
-    state = load_digits_supernet().state_dict()
-    digits.load_state_dict(state)
+    torch.testing.assert_close(extracted(x), before)
+    digits.load_state_dict(load_digits_supernet().state_dict())
     torch.testing.assert_close(digits(x, subnet=spec), before)
-    torch.testing.assert_close(view(x), changed), "a view that is in use keeps the former weights"
+    torch.testing.assert_close(view(x), changed)  # A view that is in use keeps the former weights.
 
 
-def test_readers_never_see_half_exchanged_weights(digits: Supernet) -> None:
-    spec, x = digits.space.smallest(), torch.randn(1, 1, 16, 16)
-    one = {n: t.clone() for n, t in digits.state_dict().items()}
-    two = {n: t * 1.5 if n.endswith("weight") else t.clone() for n, t in one.items()}
-    outputs = []
-    for state in (two, one):
-        digits.load_state_dict(state)
-        outputs.append(digits(x, subnet=spec))
-    seen, stop = [], threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.append(digits(x, subnet=spec))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for _ in range(5):
-        for state in (two, one):
-            digits.load_state_dict(state)
-    stop.set()
-    reader.join()
-    assert seen
-    for y in seen:
-        assert any(torch.allclose(y, known, atol=1e-5) for known in outputs)
-
-
-def test_training_uses_the_full_weights(digits: Supernet) -> None:
-    digits.train()
-    digits(torch.randn(4, 1, 16, 16), subnet=digits.space.smallest()).sum().backward()
-    gradient = digits.network.get_submodule("stages.0.0.conv1").weight.grad
-    assert gradient is not None
-    assert gradient.abs().sum() > 0
-
-
-def test_extracted_networks_have_their_own_copy(digits: Supernet) -> None:
-    spec, x = digits.space.smallest(), torch.randn(2, 1, 16, 16)
-    network = digits.extract(spec)
-    expected = digits(x, subnet=spec)
-    torch.testing.assert_close(network(x), expected)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(network))(x), expected)
-    assert storage_id(network.stages[0][0].conv1.weight) != storage_id(
-        digits.subnet(spec).get_submodule("stages.0.0.conv1").weight
-    )
-
-
-def test_check_runs_every_precision(digits: Supernet) -> None:
-    report = digits.check(torch.zeros(1, 1, 16, 16))
-    assert all(spec.precision == "float32" for spec in report.ran)
-
-
-def test_check_refuses_a_network_that_int8_ruins() -> None:
-    supernet = load_digits_supernet()
-    with torch.no_grad():
-        for block in supernet.network.stages[0]:
-            block.conv1.weight[:, 0] = 1e6  # every other weight of the channel rounds to zero
-    space = supernet.enable_precision("int8")
-    supernet.network.bn.weight.data[0] = 0  # the channel of the outlier carries nothing
-    supernet.network.bn.bias.data[0] = 0
-    supernet.refresh()
-    x = torch.randn(2, 1, 16, 16)
-    assert supernet.precision_errors(space.smallest(), x)["stages.0.0.conv1"] > 0.5
-
-
-def test_a_view_at_int8_is_one_graph_for_torch_compile(digits: Supernet) -> None:
-    space, x = digits.space, torch.randn(2, 1, 16, 16)
-    view = digits.subnet(space.at_precision(space.largest(), "int8"))
-    with torch.no_grad():
-        compiled = torch.compile(view, fullgraph=True, dynamic=False, backend="eager")
-        torch.testing.assert_close(compiled(x), view(x))
-
-
-def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
-    low = digits.space.at_precision(digits.space.largest(), "int8")
-    errors = digits.precision_errors(low, torch.randn(2, 1, 16, 16))
+def test_layer_errors_are_named_small_and_large_where_int8_ruins_a_layer(digits: Supernet) -> None:
+    low, x = digits.space.at_precision(digits.space.largest(), "int8"), torch.randn(2, 1, 16, 16)
+    errors = digits.precision_errors(low, x)
     assert set(errors) == {name for name, _ in low_modules(digits)}
     assert 0 < max(errors.values()) < 0.05
     with pytest.raises(PrecisionError, match="is float32"):
-        digits.precision_errors(digits.space.largest(), torch.zeros(1, 1, 16, 16))
+        digits.precision_errors(digits.space.largest(), x)
+    with torch.no_grad():
+        for block in digits.network.stages[0]:
+            block.conv1.weight[:, 0] = 1e6  # every other weight of the channel rounds to zero
+        for tensor in (digits.network.bn.weight, digits.network.bn.bias):
+            tensor[0] = 0  # the channel of the outlier carries nothing
+    assert digits.precision_errors(digits.space.smallest(), x)["stages.0.0.conv1"] > 0.5
 
 
 def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
@@ -374,14 +300,6 @@ def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
     assert len(set(space.enumerate())) == space.size()
 
 
-def test_a_specification_of_another_precision_is_refused(digits: Supernet) -> None:
-    low = digits.space.at_precision(digits.space.largest(), "int8")
-    half = load_digits_supernet()
-    half.space = half.space.with_precision("bfloat16")
-    with pytest.raises(IllegalChoice, match="'int8' is not a choice; choose from bfloat16, float32"):
-        half.space.check(low)
-
-
 def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
     space = digits.space
     low = space.at_precision(space.sample(1), "int8")
@@ -390,22 +308,6 @@ def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
     assert report.subnets == 1
     assert digits.norms.get(low) is digits.norms.get(exact) is not None
     assert digits.calibrated(low)
-
-
-def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
-    from subnetact.digits import distort, undistorted_digits
-
-    supernet = load_digits_supernet()
-    train, test = undistorted_digits()
-    generator = torch.Generator().manual_seed(0)
-    x, inputs = distort(test.images, generator), distort(train.images[:400], generator)
-    exact = supernet.space.sample(2, 4)
-    space = supernet.enable_precision("int8")
-    subnetact.calibrate(supernet, exact, inputs.split(100), progress=False)
-    low = [space.at_precision(spec, "int8") for spec in exact]
-    percent = subnetact.evaluate(supernet, [*exact, *low], [(x, test.labels)], progress=False)
-    assert abs(sum(percent[:4]) - sum(percent[4:])) / 4 < 0.5
-    assert percent[:4] != percent[4:]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -433,51 +335,26 @@ def test_engines_serve_both_precisions_and_bundles_keep_them(tmp_path, last: boo
 
 
 def test_the_last_layer_of_a_language_model_follows_although_it_shares_the_embedding() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    tokens = torch.randint(60, (2, 5))
+    pytest.importorskip("transformers")
+    model, tokens = small_decoder("LlamaConfig", tie_word_embeddings=True), torch.randint(50, (2, 5))
     supernet = subnetact.insert_(model, example={"input_ids": tokens}, axes=("ffn",))
     space = supernet.enable_precision("int8", last=True)
     exact, low = (supernet.subnet(space.at_precision(space.largest(), p)) for p in ("float32", "int8"))
     assert low.lm_head.weight.dtype == torch.int8
     assert low.model.embed_tokens.weight.data_ptr() == exact.lm_head.weight.data_ptr()
     hidden = torch.randn(1, 1, 16)
-    expected = reference(hidden, exact.lm_head.weight, None, 60, 16)
+    expected = reference(hidden, exact.lm_head.weight, None, 50, 16)
     torch.testing.assert_close(low.lm_head(hidden).double(), expected, rtol=1e-5, atol=1e-5)
     off = (low(tokens).logits - exact(tokens).logits).norm() / exact(tokens).logits.norm()
-    assert 0 < off < 0.05
+    assert 0 < off < 0.1
 
 
-def test_a_table_of_another_precision_is_refused(digits: Supernet) -> None:
-    space = digits.space
-    exact = space.sample(0, 3)
-    low = [space.at_precision(spec, "int8") for spec in exact[::-1]][::-1]
-    exact = [space.at_precision(spec, "float32") for spec in exact]
-    tables = {}
-    engines = {}
-    for name, specs in (("float32", exact), ("int8", low)):
-        engines[name] = subnetact.Engine(
-            digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True
-        )
-        tables[name] = subnetact.profile_latency(
-            engines[name], batch_sizes=[1], windows=1, min_time_ms=1, warmup_ms=0, progress=False
-        ).with_accuracy([50, 60, 70])
-    assert "precision=int8" in tables["int8"].subnets[0]
-    assert "precision" not in tables["float32"].subnets[0], "tables of float32 stay valid"
-    with pytest.raises(ProfileMismatch, match="precision=int8"):
-        subnetact.Batcher(engines["int8"], table=tables["float32"], slo_ms=1000)
-
-
-def test_bad_input() -> None:
+def test_precisions_that_are_not_there_are_refused() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    elastic = {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")}
+    without = subnetact.insert_(layers, space_of(w=[4, 8]), elastic)
+    with pytest.raises(PrecisionError, match="float32 only"):  # There are no matrix products inside.
+        without.enable_precision("int8")
     supernet = load_digits_supernet()
     for wrong in ([], ["float32"], ["int4"]):
         with pytest.raises(SpecError):
@@ -491,28 +368,22 @@ def test_bad_input() -> None:
     assert not any(name.startswith("stages.0") for name, _ in low_modules(supernet))
     with pytest.raises(SpecError, match="already"):
         supernet.enable_precision("int8")
+    low, half = supernet.space.smallest(), load_digits_supernet().space.with_precision("bfloat16")
+    with pytest.raises(IllegalChoice, match="'int8' is not a choice; choose from bfloat16, float32"):
+        half.check(low)
     with torch.no_grad():
         supernet.network.get_submodule("stages.1.0.conv1").weight[0, 0] = float("inf")
     with pytest.raises(PrecisionError, match=r"stages\.1\.0\.conv1.*not all finite"):
         supernet.subnet(supernet.space.smallest())
 
 
-def test_a_network_without_matrix_products_is_refused() -> None:
-    space = SubnetSpace("s", [Axis.uniform("w", ["a"], [4, 8])], lambda v: {"w": v["w"][0]})
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
-    supernet = subnetact.insert_(network, space, {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")})
-    with pytest.raises(PrecisionError, match="float32 only"):
-        supernet.enable_precision("int8")
-    assert supernet.space is space
-
-
-def on_machine(monkeypatch: pytest.MonkeyPatch, facts: MachineFacts) -> None:
+def set_machine(monkeypatch: pytest.MonkeyPatch, facts: MachineFacts) -> None:
     monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
 
 
 def test_a_build_without_int8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     supernet = load_digits_supernet()
-    on_machine(monkeypatch, MachineFacts(units=frozenset({"vnni"})))
+    set_machine(monkeypatch, MachineFacts(units=frozenset({"vnni"})))
     kernel_table._wrong.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.int() @ b.int()).clamp(-(2**15), 2**15 - 1))
     try:
@@ -524,7 +395,7 @@ def test_a_build_without_int8_products_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("precision", ["int8", "bfloat16"])
-def test_a_precision_is_refused_by_what_the_machine_has(
+def test_the_machine_refuses_a_precision(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supernet = load_digits_supernet()
@@ -533,7 +404,7 @@ def test_a_precision_is_refused_by_what_the_machine_has(
     engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True)
     engine.save(tmp_path / "bundle")
     subnetact.Engine.load(tmp_path / "bundle")
-    on_machine(monkeypatch, MachineFacts(aten="AVX2"))
+    set_machine(monkeypatch, MachineFacts(aten="AVX2"))
     needs = rf"precision {precision}: .*AVX2, no vnni.*it needs a CPU with AVX-512.*runs float32; enable"
     with pytest.raises(PrecisionError, match=needs):
         subnetact.Engine.load(tmp_path / "bundle")
@@ -548,7 +419,7 @@ def test_a_precision_is_refused_by_what_the_machine_has(
 
 def test_bfloat16_is_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     supernet = load_digits_supernet()
-    on_machine(monkeypatch, MachineFacts(reference=True))
+    set_machine(monkeypatch, MachineFacts(reference=True))
     space = supernet.enable_precision("bfloat16", "int8")
     x = torch.randn(2, 1, 16, 16)
     exact = supernet(x, subnet=space.largest())
@@ -561,6 +432,7 @@ def test_an_int8_copy_that_is_ruined_fails_the_check() -> None:
     supernet = load_digits_supernet()
     space = supernet.enable_precision("int8")
     x = torch.randn(1, 1, 16, 16)
+    assert all(spec.precision == "float32" for spec in supernet.check(x).compared)
     operator = supernet.network.get_submodule("stages.0.0.conv1")
     operator.lowered(8).tensors["scale"].mul_(-50)
     with pytest.raises(InsertError, match=r"precision=int8.*precision_errors"):
@@ -570,9 +442,7 @@ def test_an_int8_copy_that_is_ruined_fails_the_check() -> None:
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 16), (3, 16), (2, 40)])
 @pytest.mark.usefixtures("onednn_convolutions")
-def test_fused_int8_programs_compute_what_views_and_extracted_networks_compute(
-    digits: Supernet, batch: int, size: int
-) -> None:
+def test_fused_int8_programs_compute_what_views_compute(digits: Supernet, batch: int, size: int) -> None:
     space, x = digits.space, torch.randn(batch, 1, size, size)
     low = space.at_precision(space.largest(), "int8")
     engine = subnetact.Engine(
@@ -596,9 +466,7 @@ def test_fused_int8_programs_compute_what_views_and_extracted_networks_compute(
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.usefixtures("onednn_convolutions")
-def test_an_answer_of_a_fused_int8_program_does_not_depend_on_strange_mates(
-    digits: Supernet, blocks: bool
-) -> None:
+def test_an_answer_does_not_depend_on_strange_mates(digits: Supernet, blocks: bool) -> None:
     space, x = digits.space, torch.randn(5, 1, 16, 16)
     low = space.at_precision(space.largest(), "int8")
     engine = subnetact.Engine(
@@ -623,36 +491,6 @@ def test_an_answer_of_a_fused_int8_program_does_not_depend_on_strange_mates(
     x[[1, 2, 4]] = x[0].clone()
     x[[1, 2, 4]] *= 7e7 / x[0].norm()  # Each of them is not huge, but the batch is.
     assert torch.equal(answers(x)[[0, 3]], ordinary[[0, 3]])
-
-
-def test_strange_samples_are_found_without_a_change_of_the_batch() -> None:
-    for dtype in (torch.float32, torch.float64):
-        x = torch.randn(4, 1, 5, 5, dtype=dtype)
-        x[1, 0, 0, 0], x[3] = float("nan"), 1e9
-        before = x.clone()
-        assert strange_samples(x) == [1, 3]
-        torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("onednn_convolutions")
-def test_an_empty_batch_gets_what_its_view_answers(digits: Supernet) -> None:
-    space = digits.space
-    specs = [space.largest(), space.at_precision(space.largest(), "int8")]
-    engine = subnetact.Engine(
-        digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
-    )
-    for pinned in (False, True):
-        for subnet in range(2):
-            assert engine.pin(subnet) if pinned else True
-            view = digits.subnet(specs[subnet])
-            try:
-                with torch.inference_mode():
-                    expected = view(torch.zeros(0, 1, 16, 16))
-            except RuntimeError:
-                with pytest.raises(InvalidRequest, match="N >= 1"):
-                    engine(torch.zeros(0, 1, 16, 16), subnet)
-            else:
-                assert engine(torch.zeros(0, 1, 16, 16), subnet).shape == expected.shape
 
 
 @pytest.mark.usefixtures("onednn_convolutions")
@@ -703,7 +541,9 @@ def mates() -> Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.usefixtures("onednn_convolutions")
-def test_an_answer_in_a_batch_equals_the_answer_alone(kernel: int, packed: bool) -> None:
+def test_an_answer_in_a_batch_equals_the_answer_alone(
+    kernel: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conv: Any = nn.Conv2d(24, 40, kernel, padding=kernel // 2)
     low_(conv)
     run: Any = Int8Conv(conv) if packed else conv
@@ -716,90 +556,7 @@ def test_an_answer_in_a_batch_equals_the_answer_alone(kernel: int, packed: bool)
             else:
                 assert one.isfinite().all()
                 torch.testing.assert_close(one, run(x[i : i + 1])[0], rtol=5e-5, atol=0)
-    assert (together[3] == conv.bias.view(-1, 1, 1)).all()
-
-
-def test_many_samples_are_convolved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    conv: Any = nn.Conv2d(24, 40, 3, padding=1)
-    low_(conv)
-    x = torch.randn(7, 24, 8, 8)
-    with torch.inference_mode():
-        at_once = conv(x)
         monkeypatch.setattr(lowered_weight, "WINDOW_ELEMENTS", 2 * 24 * 10 * 10 * 9)
         monkeypatch.setattr(lowered_weight, "CHUNK", 1000)
-        torch.testing.assert_close(conv(x), at_once, rtol=5e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("onednn_convolutions")
-def test_packed_int8_convolutions_ask_for_memory_and_are_freed() -> None:
-    conv: Any = nn.Conv2d(32, 32, 3, padding=1, bias=False)
-    low_(conv)
-    packed = Int8Conv(conv)
-    asked: list[int] = []
-    with torch.inference_mode():
-        packed.limit(lambda nbytes: asked.append(nbytes) or False)
-        packed(torch.randn(2, 32, 8, 8))
-        assert packed.nbytes == 0, "without memory, the weight is packed in each call"
-        packed.limit(lambda nbytes: asked.append(nbytes) or True)
-        packed(torch.randn(2, 32, 8, 8))
-        packed(torch.randn(5, 32, 8, 8))
-    assert asked == [packed.nbytes] * 2, "one layout serves every batch size"
-    assert packed.nbytes > 0
-    gone = weakref.ref(packed)
-    del packed
-    assert gone() is None, "an evicted program is freed at once, without the garbage collector"
-
-
-def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # Layers of this width are packed on every CPU.
-            self.first, self.inner, self.last = nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.last(self.inner(torch.relu(self.first(x) + y)))  # type: ignore[no-any-return]
-
-    axis = Axis.uniform("width", ["all"], [256, 512])
-    space = SubnetSpace("pair", [axis], lambda values: {"width": values["width"][0]})
-    elastic = {"first": WeightSlice.on(out="width"), "inner": WeightSlice.on(in_="width")}
-    supernet = subnetact.insert_(Pair().eval(), space, elastic)
-    low = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
-    example = {"x": torch.randn(1, 512), "y": torch.randn(1, 1)}
-    engine = subnetact.Engine(supernet, [low], example=example, memory_budget_mb=64)
-    assert engine.pin(0), engine.pin(0).reason
-    batch = {"x": torch.randn(3, 512), "y": torch.randn(3, 1)}
-    calls: list[int] = []
-    program = engine._plan.program(engine.ready(0), engine.ready(0).bound).program
-    program.forward.get_submodule("last").register_forward_hook(lambda *_: calls.append(1))
-    with torch.inference_mode():
-        expected = supernet.subnet(low)(**batch)
-    torch.testing.assert_close(engine(batch, 0), expected, rtol=1e-4, atol=1e-5)
-    assert calls == [1]
-
-
-def test_costs_tell_precisions_apart(digits: Supernet) -> None:
-    space = digits.space
-    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
-    exact = space.sample(3)
-    exact, low = (space.at_precision(exact, name) for name in ("float32", "int8"))
-    one, other = model(exact), model(low)
-    assert (one.parameters, one.macs) == (other.parameters, other.macs)
-    assert one.not_counted == other.not_counted or set(other.not_counted) > set(one.not_counted)
-    assert other.weight_bytes < one.weight_bytes
-    assert not (model.vector(exact) == model.vector(low)).all()
-
-
-def test_searches_choose_precisions(digits: Supernet) -> None:
-    model = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
-    found = subnetact.search(
-        digits,
-        lambda spec: model(spec).macs / 1e6,
-        lambda spec: model(spec).weight_bytes / 1e3,
-        evaluations=60,
-        size=8,
-        progress=False,
-    )
-    assert {candidate.spec.precision for candidate in found.front} == {"int8"}, (
-        "fewer bytes at equal arithmetic"
-    )
+        torch.testing.assert_close(run(x), together, rtol=5e-5, atol=1e-6, equal_nan=True)
+    assert (together[3] == conv.bias.view(-1, 1, 1)).all()

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from small_spaces import space_of
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from subnetact import Axis, SubnetSpace, Supernet, insert_
+from subnetact import Supernet, insert_
 from subnetact.errors import CheckpointError
 from subnetact.operators import ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.supernet.card import Card
@@ -31,15 +31,10 @@ class Network(nn.Module):
 
 
 def supernet_of(network: nn.Module | None = None) -> Supernet:
-    space = SubnetSpace(
-        "s",
-        [Axis.uniform("c", ["it"], [4, 8]), Axis.uniform("keep", ["it"], [0, 1])],
-        lambda v: {"c": v["c"][0], "keep": v["keep"][0]},
-    )
     elastic = {"layers": LayerSelect.on(**{"2": "keep"}), "first": WeightSlice.on(out="c")}
     elastic |= {f"layers.{i}": WeightSlice.on(in_="c", out="c") for i in range(3)}
     elastic["last"] = WeightSlice.on(in_="c")
-    return insert_((network or Network()).eval(), space, elastic)
+    return insert_((network or Network()).eval(), space_of(c=[4, 8], keep=[0, 1]), elastic)
 
 
 @pytest.mark.parametrize(
@@ -51,89 +46,40 @@ def test_a_prefix_that_all_names_have_is_dropped(prefix: str, strict: bool) -> N
     supernet.load_state_dict({prefix + name: tensor for name, tensor in source.items()}, strict)
     for name, tensor in supernet.state_dict().items():
         assert torch.equal(tensor, source[name])
-
-
-def test_all_names_are_those_of_the_network() -> None:
-    source, plain, x = supernet_of(), Network(), torch.randn(2, 4)
-    supernet = supernet_of()
-    supernet.load_state_dict(dict(source.named_parameters()))
-    assert torch.equal(supernet.network.last.weight, source.network.last.weight)
-    names = [name for name, _ in plain.named_parameters()]
-    assert names == list(supernet.state_dict()) == [name for name, _ in supernet.named_parameters()]
-    assert [n for n, _ in plain.named_modules()] == [n for n, _ in supernet.named_modules()]
-    for name in names:
-        assert supernet.get_parameter(name) is supernet.network.get_parameter(name)
-    plain.load_state_dict(get_model_state_dict(source))
-    expected = torch.func.functional_call(plain.eval(), plain.state_dict(), (x,))
-    torch.testing.assert_close(torch.func.functional_call(source, source.state_dict(), (x,)), expected)
-    set_model_state_dict(supernet, {name: torch.zeros_like(t) for name, t in plain.state_dict().items()})
-    assert not supernet(x).any()
-
-
-def test_one_name_of_a_tied_tensor_suffices() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.narrow, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-            self.last.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(self.narrow(x)))
-
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]})
-    elastic = {"narrow": WeightSlice.on(out="c"), "first": WeightSlice.on(in_="c")}
-    for absent in ("first.weight", "last.weight"):
-        network = Tied()
-        supernet, state = insert_(network.eval(), space, elastic), Tied().state_dict()
-        supernet.load_state_dict({name: t for name, t in state.items() if name != absent})
-        assert torch.equal(supernet.network.last.weight, state["last.weight"])
-        with pytest.raises(CheckpointError, match=r"last\.bias is missing"):
-            supernet.load_state_dict({name: t for name, t in state.items() if name != "last.bias"})
-
-
-def test_a_network_may_have_submodules_of_the_names_of_a_supernet() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.space, self.norms, self.card = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.card(self.norms(self.space(x)))
-
-    network, x = Named().eval(), torch.randn(2, 4)
-    expected = network(x)
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]})
-    supernet = insert_(network, space, {"space": WeightSlice.on(out="c"), "norms": WeightSlice.on(in_="c")})
-    supernet.card = Card({"small": space.smallest()})
-    assert supernet.space is space
-    assert torch.equal(copy.deepcopy(supernet)(x), expected)
-
-
-def test_a_prefix_that_some_names_have_stays_and_nothing_is_loaded() -> None:
-    supernet, source = supernet_of(), Network().state_dict()
-    before = copy.deepcopy(supernet.state_dict())
     mixed = {("module." if name.startswith("layers") else "") + name: t for name, t in source.items()}
+    before = supernet.fingerprint()
     with pytest.raises(CheckpointError, match=r"layers\.0\.weight is missing.*module\.layers.* is extra"):
         supernet.load_state_dict(mixed)
-    for name, tensor in supernet.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    with pytest.raises(CheckpointError, match=r"first\.weight is missing"):
-        supernet.load_state_dict({"other.weight": torch.zeros(1)})
+    assert supernet.fingerprint() == before
 
 
-def test_a_network_may_have_a_module_of_such_a_name() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(4, 4)
+class Named(nn.Module):
+    """Submodules of the names that a supernet has itself, and a tie."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.space, self.norms = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.card = nn.Linear(4, 4)
+        self.card.weight = self.norms.weight
 
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]})
-    supernet = insert_(Wrapped().eval(), space, {"module": WeightSlice.on(out="c")})
-    supernet.load_state_dict(supernet.state_dict())
-    supernet.load_state_dict(dict(supernet.named_parameters()))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.card(self.norms(self.space(self.module(x))))
+
+
+def test_submodules_may_have_any_name_and_tied_tensors_either() -> None:
+    x, space = torch.randn(2, 4), space_of(c=[2, 4])
+    elastic = {"module": WeightSlice.on(out="c"), "space": WeightSlice.on(in_="c")}
+    for absent in ("norms.weight", "card.weight", None):
+        network, state = Named().eval(), Named().state_dict()
+        supernet = insert_(network, space, elastic)
+        supernet.card = Card({"small": space.smallest()})
+        supernet.load_state_dict({name: t for name, t in state.items() if name != absent})
+        assert torch.equal(supernet.network.card.weight, state["card.weight"])
+        assert supernet.space is space
+        assert torch.equal(copy.deepcopy(supernet)(x), network(x))
+        supernet.load_state_dict(dict(supernet.named_parameters()))
+        with pytest.raises(CheckpointError, match=r"card\.bias is missing"):
+            supernet.load_state_dict({name: t for name, t in state.items() if name != "card.bias"})
 
 
 def test_layers_of_a_stack_are_reached_by_position() -> None:
@@ -169,7 +115,7 @@ def test_an_operator_reads_and_writes_through_to_its_template() -> None:
         def reset(self, classes: int) -> None:
             self.num_classes, self.width = classes, 8 * classes
 
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], lambda v: {"c": v["c"][0], "t": 4})
+    space = space_of("s", lambda v: {**v, "t": 4}, c=[4, 8])
     elastic = {"": ElasticAttribute.on(token="t"), "first": WeightSlice.on(out="c")}
     network = Tokens().eval()
     supernet = insert_(network, space, elastic | {"last": WeightSlice.on(in_="c")})

@@ -46,9 +46,7 @@ def placed(gradient: Tensor, like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("door", KINDS, indirect=True)
 @pytest.mark.parametrize("training", [False, True])
-def test_every_subnet_computes_and_learns_as_the_ordinary_model_of_its_sizes(
-    door: Door, training: bool
-) -> None:
+def test_every_subnet_computes_and_learns_as_an_ordinary_model(door: Door, training: bool) -> None:
     network = door.supernet.network.train(training)
     for spec in door.specs:
         ordinary = door.cut(door.original, spec).train(training)
@@ -99,27 +97,9 @@ def test_the_active_subnet_runs_unless_a_thread_or_task_asks_for_another(door: D
     assert supernet.active == door.small
 
 
-@pytest.mark.parametrize("door", ["llama", "resnet"], indirect=True)
-def test_hooks_on_the_network_run_with_what_the_subnet_computes(door: Door) -> None:
-    network, seen = door.supernet.network, list[Any]()
-    wanted, model = list[Any](), door.cut(door.original)
-    for each, notes in ((network, seen), (model, wanted)):
-        layer = each.get_submodule(door.kind.linear)
-        layer.register_forward_hook(lambda m, x, y, notes=notes: notes.append(y.detach().clone()))
-        layer.register_full_backward_hook(lambda m, x, y, notes=notes: notes.append(y[0].detach()))
-    with door.supernet.running(door.small):
-        sums(network, door).backward()
-    sums(model, door).backward()
-    assert len(seen) == 2
-    assert equal(seen, wanted)
-    assert door.supernet.remove().get_submodule(door.kind.linear)._forward_hooks  # They are the layer's.
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("backward", ["inside", "later", "together", "in another thread"])
-def test_checkpoints_are_computed_again_for_the_subnet_of_their_forward(
-    door: Door, reentrant: bool, backward: str
-) -> None:
+def test_checkpoints_are_computed_again_for_their_subnet(door: Door, reentrant: bool, backward: str) -> None:
     supernet, network = door.supernet, door.supernet.network.train()
     wanted = []
     for spec in (door.small, door.middle):
@@ -234,15 +214,6 @@ def test_a_forward_sees_the_layers_of_the_subnet_and_everybody_else_the_whole_on
     assert seen == [(4, 8)]  # A hook is a tool's, as that of `fully_shard`.
 
 
-@pytest.mark.parametrize("door", ["vit", "resnet"], indirect=True)
-def test_other_forwards_of_the_network_run_the_subnet(door: Door) -> None:
-    """timm's models have `forward_features` beside `forward`."""
-    supernet = door.supernet
-    with torch.no_grad(), supernet.running(door.small):
-        features = supernet.network.forward_features(door.inputs)
-    assert equal(features, supernet.subnet(door.small).forward_features(door.inputs))
-
-
 def call_in(supernet: Supernet, spec: Any, x: Tensor) -> Tensor:
     with supernet.running(spec):
         return supernet.network(x)
@@ -310,14 +281,6 @@ def test_what_wraps_a_network_leads_to_its_supernet() -> None:
     assert equal(removed(torch.ones(2, 4)), removed(torch.ones(2, 4)))
 
 
-def test_a_failing_call_leaves_the_next_one_alone(door: Door) -> None:
-    supernet = door.supernet
-    supernet.actuate(door.small)
-    with pytest.raises(Exception, match=r"."):
-        supernet.network(torch.full((1, 3), 10**6))
-    assert equal(compute(supernet.network, door.inputs), compute(supernet.subnet(door.small), door.inputs))
-
-
 def test_a_checkpoint_whose_subnet_is_forgotten_is_refused() -> None:
     _, supernet = reading()
     network, x = supernet.network, torch.randn(4, 4, requires_grad=True)
@@ -327,31 +290,3 @@ def test_a_checkpoint_whose_subnet_is_forgotten_is_refused() -> None:
             pass
     with pytest.raises(TrainingError, match="it is not known for which subnet"):
         y.sum().backward()
-
-
-def encoder(x: Tensor) -> tuple[Supernet, nn.Module]:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    network = nn.Sequential(nn.Linear(8, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)).eval()
-    return subnetact.insert_(copy.deepcopy(network), example=x), network
-
-
-@torch.no_grad()
-def test_an_encoder_that_reads_its_layers_for_fused_kernels_runs_every_subnet() -> None:
-    x = torch.randn(2, 5, 8)
-    supernet, network = encoder(x)
-    assert equal(supernet.network(x), network(x))
-    for spec in supernet.space.sample(0, 4):
-        assert equal(call_in(supernet, spec, x), supernet.extract(spec)(x))
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@torch.no_grad()
-def test_a_compiled_network_runs_every_subnet() -> None:
-    x = torch.randn(2, 3, 4, 4)
-    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
-    supernet = subnetact.insert_(network, example=x)
-    compiled: Any = torch.compile(supernet.network, backend="eager")
-    for spec in supernet.space.sample(0, 4):
-        with supernet.running(spec):
-            output = compiled(x)
-        assert equal(output, supernet.extract(spec)(x))

@@ -12,49 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_convolutions import Convolutions, new_supernet, plain
+from small_spaces import space_of
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.engine import fusion_plan
-from subnetact.errors import CheckpointError, ForeignSpec, StaleWeights
-from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact import Engine, insert_
+from subnetact.errors import CheckpointError, StaleWeights
+from subnetact.operators import WeightSlice
+from subnetact.supernet import supernet as supernet_module
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 X = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1))
-LAYERS = 8
-
-
-class Deep(nn.Module):
-    """Elastic and fixed layers, computed kernels, BatchNorms and buffers, one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.ModuleList(KernelConv2d(8, [1, 3], matrices=True) for _ in range(LAYERS))
-        self.narrow = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(LAYERS))
-        self.wide = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(LAYERS))
-        self.norm = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(LAYERS))
-        self.fixed = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(LAYERS))
-        for i in range(LAYERS):
-            self.register_buffer(f"shift{i}", torch.zeros(8, 1, 1))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i in range(LAYERS):
-            y = self.wide[i](self.narrow[i](self.kernel[i](x)).relu())
-            x = self.norm[i](x + self.fixed[i](y)) + self.get_buffer(f"shift{i}")
-        return self.head(x.mean((2, 3)))
 
 
 @pytest.fixture
 def supernet() -> Supernet:
-    axes = [subnetact.Axis.uniform(name, ["all"], c) for name, c in (("w", (5, 8)), ("k", (1, 3)))]
-    space = subnetact.SubnetSpace("deep", axes, lambda v: {"w": v["w"][0], "k": v["k"][0], "c": 8})
-    elastic = {f"kernel.{i}": ElasticKernel.on(channels="c", kernel="k") for i in range(LAYERS)}
-    elastic |= {f"narrow.{i}": subnetact.WeightSlice.on(out="w") for i in range(LAYERS)}
-    elastic |= {f"wide.{i}": subnetact.WeightSlice.on(in_="w") for i in range(LAYERS)}
-    return subnetact.insert_(Deep(), space, elastic).eval()
+    return new_supernet(Convolutions(8))
 
 
 def checkpoints(supernet: Supernet) -> list[dict[str, Tensor]]:
@@ -109,64 +85,41 @@ def answers_of_neither(
     return wrong[0], seen[0]
 
 
-@pytest.mark.parametrize("how", ["call", "view", "engine", "fused"])
+@pytest.mark.parametrize("how", ["call", "view", "engine", "fused", "int8"])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.usefixtures("switching")
-def test_every_answer_is_of_one_checkpoint(supernet: Supernet, how: str, assign: bool) -> None:
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    states, expected = checkpoints(supernet), []
-    for state in states:
-        supernet.load_state_dict(state)
-        expected.append([supernet.extract(spec)(X) for spec in specs])
+def test_answers_are_of_one_checkpoint_and_its_statistics(supernet: Supernet, how: str, assign: bool) -> None:
+    space = supernet.enable_precision("int8") if how == "int8" else supernet.space
+    precision = "int8" if how == "int8" else "float32"
+    specs = [
+        space.at_precision(s, precision) if how == "int8" else s for s in (space.smallest(), space.largest())
+    ]
+    states, tables, expected = checkpoints(supernet), [NormTable(space.id) for _ in range(2)], []
+    for k, (state, table) in enumerate(zip(states, tables, strict=True)):
+        for spec in specs:
+            row = {n: (m + k, v + 1 + 3 * k) for n, (m, v) in supernet.statistics(spec).items()}
+            table.update({spec: NormRow.of(row)})
+        supernet.load_state_dict(state, norms=table)
+        rows = {spec: row.pairs() for spec, row in table.rows.items()}
+        exact = how != "int8"
+        expected.append([plain(state, rows, s, X) if exact else supernet.extract(s)(X) for s in specs])
     assert not torch.allclose(*[e[0] for e in expected], rtol=0.05)
-    engine = subnetact.Engine(
-        supernet, specs, example=X[:1], allow_uncalibrated=True, memory_budget_mb=64 * (how == "fused")
-    )
+    engine = subnetact.Engine(supernet, specs, example=X[:1], memory_budget_mb=64 * (how == "fused"))
     ways: dict[str, Callable[[int], Tensor]] = {
         "call": lambda i: supernet(X, subnet=specs[i]),
         "view": lambda i: supernet.subnet(specs[i])(X),
-        "engine": lambda i: torch.stack(engine.run(i, list(X), 2)),
+        "int8": lambda i: supernet(X, subnet=specs[i]),
     }
-    run = ways.get(how, ways["engine"])
+    run = ways.get(how, lambda i: torch.stack(engine.run(i, list(X), 2)))
 
     def exchange(which: int) -> None:
-        supernet.load_state_dict(copy.deepcopy(states[which]) if assign else states[which], assign=assign)
+        state = copy.deepcopy(states[which]) if assign else states[which]
+        supernet.load_state_dict(state, assign=assign, norms=tables[which])
         if how == "fused":
             assert all(engine.pin(i) for i in range(2))
 
     wrong, seen = answers_of_neither(run, expected, exchange, 4 if how == "fused" else 30)
     assert wrong == 0, (wrong, seen)
-
-
-@pytest.mark.usefixtures("switching")
-def test_statistics_change_at_the_same_moment_as_the_weights(supernet: Supernet) -> None:
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    states, tables, expected = checkpoints(supernet), [], []
-    for k, state in enumerate(states):
-        table = NormTable(supernet.space.id)
-        shared = [supernet.statistics(spec) for spec in specs]
-        rows = [{n: (m + k, v + 1 + 3 * k) for n, (m, v) in each.items()} for each in shared]
-        table.update({spec: NormRow.of(row) for spec, row in zip(specs, rows, strict=True)})
-        tables.append(table)
-        supernet.load_state_dict(state, norms=table)
-        expected.append([supernet.extract(spec)(X) for spec in specs])
-    engine = subnetact.Engine(supernet, specs, example=X[:1])
-
-    def exchange(which: int) -> None:
-        supernet.load_state_dict(states[which], norms=tables[which])
-
-    wrong, seen = answers_of_neither(lambda i: engine(X, i), expected, exchange, 60)
-    assert wrong == 0, (wrong, seen)
-
-
-def test_a_table_that_does_not_fit_loads_nothing(supernet: Supernet) -> None:
-    state, before = checkpoints(supernet)[0], supernet.fingerprint()
-    with pytest.raises(ForeignSpec):
-        supernet.load_state_dict(state, norms=NormTable("another"))
-    del state["head.bias"]
-    with pytest.raises(CheckpointError):
-        supernet.load_state_dict(state)
-    assert supernet.fingerprint() == before
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -188,9 +141,7 @@ def test_a_load_that_fails_half_way_changes_nothing(supernet: Supernet, assign: 
 
 
 @pytest.mark.parametrize("door", ["load_state_dict", "exchange_storage"])
-def test_a_load_that_finds_no_room_leaves_nothing_behind(
-    supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_finds_no_room(supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is then loaded in place, as the documentation advises, reaches every copy."""
     spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
     supernet(X, subnet=spec)
@@ -236,49 +187,28 @@ def test_optimizers_and_ties_survive_an_exchange(supernet: Supernet) -> None:
     torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=1e-5)
 
 
-def test_a_held_view_keeps_its_weights_and_shared_memory_is_loaded_in_place(supernet: Supernet) -> None:
+def test_shared_memory_is_loaded_in_place_and_a_copied_supernet_is_independent(supernet: Supernet) -> None:
     first, second = checkpoints(supernet)
-    supernet.load_state_dict(first)
     spec = supernet.space.smallest()
-    view, expected = supernet.subnet(spec), supernet.extract(spec)(X)
+    supernet.load_state_dict(first)
+    expected, snapshot = supernet.extract(spec)(X), supernet.state_dict()
+    copied = copy.deepcopy(supernet)
     supernet.load_state_dict(second)
-    torch.testing.assert_close(view(X), expected, rtol=0, atol=1e-6)
-    assert supernet.subnet(spec) is not view
+    torch.testing.assert_close(copied(X, subnet=spec), expected, rtol=0, atol=1e-6)
+    assert copied.fingerprint() != supernet.fingerprint()
+    copied.network.head = nn.Linear(8, 3)
+    assert not torch.allclose(copied(X, subnet=spec), expected)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in snapshot.items())
     supernet.network.head.weight.share_memory_()
     place = supernet.network.head.weight.data_ptr()
     supernet.load_state_dict(first)
     assert supernet.network.head.weight.data_ptr() == place
     torch.testing.assert_close(supernet(X, subnet=spec), expected, rtol=0, atol=1e-6)
-
-
-def test_a_snapshot_of_the_state_is_not_touched_by_a_later_load(supernet: Supernet) -> None:
-    first, second = checkpoints(supernet)
-    supernet.load_state_dict(first)
-    snapshot = supernet.state_dict()
-    supernet.load_state_dict(second)
-    assert all(torch.equal(tensor, first[name]) for name, tensor in snapshot.items())
-
-
-def test_replaced_modules_and_parameters_are_noticed_at_the_next_call(supernet: Supernet) -> None:
-    spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], allow_uncalibrated=True)
-    before = engine(X, 0), supernet(X, subnet=spec)
-    supernet.network.head = nn.Linear(8, 3)
-    replaced = supernet(X, subnet=spec)
-    torch.testing.assert_close(replaced, supernet.extract(spec)(X), rtol=0, atol=1e-6)
-    assert not torch.allclose(replaced, before[1])
-    torch.testing.assert_close(engine(X, 0), replaced, rtol=0, atol=1e-5)
-    supernet.network.narrow[0].weight = nn.Parameter(torch.ones(8, 8, 1, 1))
-    for run in (lambda: supernet(X, subnet=spec), lambda: engine(X, 0)):
-        torch.testing.assert_close(run(), supernet.extract(spec)(X), rtol=0, atol=1e-5)
-    supernet.network.fixed[1] = nn.Identity()
-    torch.testing.assert_close(engine(X, 0), supernet.extract(spec)(X), rtol=0, atol=1e-5)
+    assert type(pickle.loads(pickle.dumps(supernet.network))._parameters) is dict
 
 
 @pytest.mark.parametrize("kind", [lambda t: t.detach() * 1.5, lambda t: nn.Parameter(t.detach() * 1.5)])
-def test_functional_call_uses_the_given_weights_and_leaves_no_trace(
-    supernet: Supernet, kind: Callable[[Tensor], Tensor]
-) -> None:
+def test_functional_call_uses_the_given_weights(supernet: Supernet, kind: Callable[[Tensor], Tensor]) -> None:
     specs = [supernet.space.smallest(), supernet.space.largest()]
     engine = subnetact.Engine(supernet, specs, allow_uncalibrated=True)
     before = [supernet(X, subnet=specs[0]), engine(X, 1)]
@@ -297,92 +227,29 @@ def test_functional_call_uses_the_given_weights_and_leaves_no_trace(
 
 
 def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_path: Path) -> None:
-    """Who serves or saves while the call runs gets an error, and afterwards the weights of the supernet."""
+    """Who serves, fuses or saves while the call runs gets an error, and afterwards its own weights."""
     spec = supernet.space.smallest()
-    engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True)
+    engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True, memory_budget_mb=64)
     given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
-    for outside in (lambda: engine(X, 0), lambda: engine.save(tmp_path / "bundle")):
+    for outside in (lambda: engine(X, 0), lambda: engine.save(tmp_path / "bundle"), lambda: engine.pin(0)):
         supernet.refresh()
         expected, seen = supernet.extract(spec)(X), list[bool]()
 
         def meanwhile(*_: Any, outside: Callable[[], object] = outside, seen: list[bool] = seen) -> None:
-            with pytest.raises(StaleWeights, match="functional_call runs"):
+            with pytest.raises(StaleWeights, match="functional_call"):
                 outside()
             seen.append(True)
 
-        hook = supernet.network.head.register_forward_hook(meanwhile)
-        supernet.refresh()
+        hook = supernet.register_forward_hook(meanwhile)
         torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
         hook.remove()
         assert seen
         torch.testing.assert_close(engine(X, 0), expected, rtol=0, atol=5e-5)
-
-
-def test_a_functional_call_that_has_ended_is_no_reason_against_fusing(
-    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fusion_plan, "slower_because", lambda *_: "only pinned subnets are fused")
-    spec, seen = supernet.space.smallest(), list[bool]()
-    engine = subnetact.Engine(supernet, [spec], example=X[:1], allow_uncalibrated=True, memory_budget_mb=64)
-    given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
-
-    def meanwhile(*_: Any) -> None:
-        with pytest.raises(StaleWeights, match="functional_call"):
-            engine.pin(0)
-        seen.append(True)
-
-    hook = supernet.register_forward_hook(meanwhile)
-    torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
-    hook.remove()
-    assert seen
-    assert not engine.pinned
     assert engine.pin(0), engine.pin(0).reason
-
-
-def test_nothing_is_copied_while_a_functional_call_comes_and_goes(supernet: Supernet) -> None:
-    given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
     with pytest.raises(StaleWeights, match="functional_call"), supernet.generation.unchanged():
-        torch.func.functional_call(supernet, given, (X,), {"subnet": supernet.space.smallest()})
+        torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
     with supernet.generation.unchanged():
         pass
-
-
-def test_a_fused_step_counts_the_parameters_that_it_changes() -> None:
-    trained, kept = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([trained, kept], fused=True)
-    trained.grad = torch.ones(3)
-    before, y = trained._version, (kept * kept).sum()
-    optimizer.step()
-    assert trained._version > before
-    y.backward()  # It needs `kept` as it was.
-
-
-def test_functional_call_carries_gradients(supernet: Supernet) -> None:
-    given = {name: p.detach() for name, p in supernet.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        call = torch.func.functional_call(supernet, parameters, (X,), {"subnet": supernet.space.smallest()})
-        return call.square().sum()
-
-    gradients = torch.func.grad(loss)(given)
-    used = [n for n, g in gradients.items() if g.abs().sum() > 0]
-    assert "head.weight" in used
-    assert gradients["narrow.0.weight"][5:].abs().sum() == 0
-    generation = supernet.generation.number
-    torch.func.grad(loss)(given)
-    assert supernet.generation.number == generation
-
-
-def test_copies_are_watched_too(supernet: Supernet) -> None:
-    spec = supernet.space.smallest()
-    for copied in (copy.deepcopy(supernet), pickle.loads(pickle.dumps(supernet.network))):
-        if not isinstance(copied, Supernet):
-            assert type(copied._parameters) is dict
-            continue
-        before = copied(X, subnet=spec)
-        copied.network.head = nn.Linear(8, 3)
-        assert not torch.allclose(copied(X, subnet=spec), before)
-        assert not torch.equal(supernet.network.head.weight, copied.network.head.weight)
 
 
 def test_the_state_of_a_norm_of_another_precision_than_its_row_is_its_own() -> None:
@@ -398,3 +265,92 @@ def test_the_state_of_a_norm_of_another_precision_than_its_row_is_its_own() -> N
     state = supernet.state_dict()
     assert torch.equal(state["1.running_mean"], mean.double())
     supernet.load_state_dict(state)
+
+
+# -- nobody waits for what takes long --------------------------------------------------------------
+
+
+IMAGES = torch.randn(2, 3, 8, 8)
+
+
+class Blocking(nn.Module):
+    """A network whose forward stops in the thread `stopped`, until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3)
+        self.stopped: set[int] = set()
+        self.inside, self.free = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.get_ident() in self.stopped:
+            self.inside.set()
+            assert self.free.wait(60)
+        return self.b(self.a(x))
+
+
+def blocking() -> tuple[Supernet, Blocking]:
+    network, elastic = Blocking().eval(), {"a": WeightSlice.on(out="w"), "b": WeightSlice.on(in_="w")}
+    return insert_(network, space_of(w=[2, 4, 8]), elastic), network
+
+
+def others(supernet: Supernet) -> list[Any]:
+    """Do what must not wait."""
+    spec = supernet.space.smallest()
+    state = {name: t + 1 for name, t in supernet.state_dict().items()}
+    return [supernet.private_view(spec), supernet.load_state_dict(state), supernet.subnet(spec)(IMAGES)]
+
+
+def run_beside(act: Callable[[], Any], network: Blocking, other: Callable[[], Any]) -> None:
+    """Do something while a forward of `act`, on another thread, does not end."""
+    errors: list[BaseException] = []
+
+    def stopped() -> None:
+        network.stopped.add(threading.get_ident())
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=stopped, daemon=True), threading.Thread(target=other, daemon=True)]
+    threads[0].start()
+    assert network.inside.wait(60)
+    threads[1].start()
+    threads[1].join(60)
+    waited = threads[1].is_alive()
+    network.free.set()
+    for thread in threads:
+        thread.join(60)
+    assert not waited
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", ["check", "check_once"])
+def test_others_go_on_during_a_check_which_holds_for_the_weights_that_it_began_with(name: str) -> None:
+    supernet, network = blocking()
+    run_beside(lambda: getattr(supernet, name)(IMAGES), network, lambda: others(supernet))
+
+
+def test_others_go_on_during_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, network = blocking()
+    engine, original = Engine(supernet, [supernet.space.smallest()], example=IMAGES), supernet.fingerprint()
+    usual, view = supernet_module.fingerprint_of, supernet.subnet(supernet.space.largest())
+
+    def slow(space: str, state: Any) -> str:
+        view(IMAGES)
+        return usual(space, state)
+
+    monkeypatch.setattr(supernet_module, "fingerprint_of", slow)
+    run_beside(lambda: engine.fingerprint, network, lambda: others(supernet))
+    assert engine.fingerprint == supernet.fingerprint() != original
+
+
+def test_other_calls_run_views_while_a_program_is_made() -> None:
+    supernet, network = blocking()
+    engine = Engine(supernet, [*supernet.space.enumerate()], example=IMAGES, memory_budget_mb=64)
+    assert all(engine.pin(subnet) for subnet in engine.ids)
+    supernet.load_state_dict({name: t + 1 for name, t in supernet.state_dict().items()})
+    outputs: list[Tensor] = []
+    run_beside(lambda: engine(IMAGES, subnet=0), network, lambda: outputs.append(engine(IMAGES, subnet=1)))
+    torch.testing.assert_close(outputs[0], supernet(IMAGES, subnet=engine.specs[1]), rtol=1e-3, atol=1e-4)
+    assert engine.is_fused(1)

@@ -7,13 +7,12 @@ before `insert_`, in which the weights that the description says are not used ar
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from seeded_models import reference
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
+from written_networks import Written, seeded
 
 import subnetact
 from subnetact.comparison import tensors_in
@@ -34,27 +34,6 @@ LINES = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(3))
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(4))
 IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(5))
 UNUSED_AT_ZERO = "unused weights at zero"
-NOT_SHOWN = "does not show"
-
-
-class Net(nn.Module):
-    """Named parts and a function of the network and its inputs; a pair of sizes is a linear layer."""
-
-    def __init__(self, compute: Callable[..., Any], /, bias: bool = True, **parts: Any) -> None:
-        super().__init__()
-        self.compute = compute
-        for name, part in parts.items():
-            made = part() if isinstance(part, FunctionType | partial) else part
-            setattr(self, name, nn.Linear(*made, bias=bias) if isinstance(made, tuple) else made)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.compute(self, *inputs)
-
-
-def seeded(compute: Callable[..., Any], bias: bool = True, **parts: Any) -> nn.Module:
-    """Return a network that is the same in every call."""
-    torch.manual_seed(0)
-    return Net(compute, bias=bias, **parts).eval()
 
 
 def difference(output: Any, expected: Any) -> float:
@@ -100,13 +79,6 @@ def inserted(model: nn.Module, example: Any, *inputs: Any, **options: Any) -> tu
     return set(supernet.description.slots), dict(supernet.description.refused)
 
 
-def said(refused: dict[str, str], name: str) -> str:
-    """Return why a group is refused, also if nothing else is elastic."""
-    if name in refused:
-        return refused[name]
-    return next((part for part in refused.get("", "").split("; ") if part.startswith(f"{name}: ")), "")
-
-
 # -- combinations of sizes ---------------------------------------------------------------------------
 
 
@@ -114,12 +86,6 @@ def shortcut(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     y = m.b(h).relu()
     return m.head(m.c(y + h if y.shape == h.shape else y).relu())
-
-
-def far_shortcut(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    y = m.b(m.c(h).relu()).relu()
-    return m.head(y + h if y.shape == h.shape else y)
 
 
 def image_shortcut(m: Any, x: Tensor) -> Tensor:
@@ -136,7 +102,6 @@ def counted_sizes(m: Any, x: Tensor) -> Tensor:
 
 
 MIDDLE = {"a": (8, 32), "b": (32, 48), "c": (48, 16), "head": (16, 5)}
-FAR_APART = {"a": (8, 32), "c": (32, 40), "b": (40, 48), "head": (48, 5)}
 SIDES = {"a": (8, 32), "b": (32, 48), "c": (32, 48), "head": (96, 5)}
 CONVOLUTIONS = {
     "a": partial(nn.Conv2d, 3, 16, 3),
@@ -151,8 +116,6 @@ CONVOLUTIONS = {
     [
         (shortcut, MIDDLE, VECTORS, {"a": [24, 32], "b": [24, 48], "c": [8, 16]}, "ab", "c"),
         (shortcut, MIDDLE, VECTORS, {"a": [8, 24, 32], "b": [24, 40, 48], "c": [8, 12, 16]}, "ab", "c"),
-        (far_shortcut, FAR_APART, VECTORS, {"a": [20, 32], "b": [20, 48], "c": [8, 40]}, "ab", "c"),
-        (far_shortcut, FAR_APART, VECTORS, {"a": [4, 20, 32], "b": [8, 20, 48], "c": [8, 40]}, "ab", "c"),
         (
             image_shortcut,
             CONVOLUTIONS,
@@ -163,7 +126,7 @@ CONVOLUTIONS = {
         ),
         (counted_sizes, SIDES, VECTORS, {"b": [24, 48], "c": [24, 48], "a": [8, 32]}, "bc", "a"),
     ],
-    ids=["linear", "choice in the middle", "three layers", "three, middle", "convolutions", "sum of sizes"],
+    ids=["linear", "choice in the middle", "convolutions", "sum of sizes"],
 )
 def test_two_groups_that_are_wrong_only_together_are_refused_by_name_and_a_third_one_is_not(
     compute: Any, parts: Any, x: Tensor, choices: dict[str, list[int]], culprits: str, innocent: str
@@ -176,56 +139,18 @@ def test_two_groups_that_are_wrong_only_together_are_refused_by_name_and_a_third
     assert [name.split(".")[0] for name in elastic] == [innocent]
 
 
-@pytest.mark.parametrize("widths", [(32, 64), (16, 32), (24, 48)])
-def test_a_group_that_takes_a_shortcut_only_if_its_neighbour_is_whole_is_refused_alone(
-    widths: tuple[int, int],
-) -> None:
-    a, b = widths
-    model = seeded(shortcut, a=(8, a), b=(a, b), c=(b, 16), head=(16, 5))
+def test_a_group_that_takes_a_shortcut_only_if_its_neighbour_is_whole_is_refused_alone() -> None:
+    model = seeded(shortcut, a=(8, 32), b=(32, 64), c=(64, 16), head=(16, 5))
     elastic, refused = inserted(model, VECTORS, VECTORS)
     assert UNUSED_AT_ZERO in refused["b.ffn"]
     assert elastic == {"a.ffn", "c.ffn"}
-
-
-def reversible(m: Any, x: Tensor) -> Tensor:
-    p, q = m.a(x).chunk(2, -1)
-    for f, g in zip(m.f, m.g, strict=True):
-        p = p + f(q)
-        q = q + g(p)
-    return m.head(torch.cat([p, q], -1))
-
-
-def crossed(m: Any, x: Tensor) -> Tensor:
-    p, q = m.a(x).chunk(2, -1)
-    return m.head(torch.cat([p + m.f[0](q), q], -1))
-
-
-@pytest.mark.parametrize(
-    ("compute", "blocks"), [(reversible, 1), (reversible, 2), (reversible, 3), (crossed, 1)]
-)
-def test_the_parts_of_a_chunked_layer_stay_equal_and_the_neurons_inside_are_elastic(
-    compute: Any, blocks: int
-) -> None:
-    def stack() -> nn.ModuleList:
-        return nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(blocks)
-        )
-
-    elastic, refused = inserted(
-        seeded(compute, a=(8, 32), f=stack, g=stack, head=(32, 5)), VECTORS, VECTORS, VECTORS[:1]
-    )
-    assert "a.stream" in elastic
-    assert not any(name.endswith(".stream") for name in refused)
-    assert "f.0.0.ffn" in elastic
 
 
 @pytest.mark.parametrize(
     ("share", "attributes"),
     [(0.6, {"tokens": 16, "dim": 16}), (0.3, {"tokens": 16, "dim": 16}), (0.6, {"tokens": 16, "dim": 16.0})],
 )
-def test_a_number_that_fits_both_ends_and_no_choice_between_is_refused(
-    share: float, attributes: dict[str, float]
-) -> None:
+def test_a_number_that_fits_only_both_ends_is_refused(share: float, attributes: dict[str, float]) -> None:
     lines = torch.randn(2, 16, 8)
     model = seeded(
         lambda m, x: m.head(m.b(m.a(x).relu().reshape(-1, int(m.tokens), int(m.dim))).relu()).mean(),
@@ -279,11 +204,6 @@ def pointer(m: Any, x: Tensor, masked: Tensor) -> Tensor:
     return (torch.einsum("bc,btc->bt", q, k) / q.shape[-1] ** 0.5).masked_fill(masked, m.least)
 
 
-def actions(m: Any, x: Tensor, masked: Tensor) -> Tensor:
-    h = m.k(m.e(x).relu()).relu()
-    return (m.q(h) / h.shape[-1] ** 0.5).mean(1).masked_fill(masked, m.least)
-
-
 def constant_beside(m: Any, x: Tensor, masked: Tensor) -> Tensor:
     h = m.k(m.e(x).relu()).relu()
     scores = (m.q(h) * h.shape[-1]).mean(1)
@@ -292,7 +212,7 @@ def constant_beside(m: Any, x: Tensor, masked: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("least", [-1e9, -1e4, float(torch.finfo(torch.float32).min), 1e6, -math.inf])
-@pytest.mark.parametrize(("compute", "width"), [(pointer, 7), (actions, 32), (constant_beside, 7)])
+@pytest.mark.parametrize(("compute", "width"), [(pointer, 7), (constant_beside, 7)])
 def test_a_large_number_in_an_output_hides_nothing(compute: Any, width: int, least: float) -> None:
     def model() -> nn.Module:
         return seeded(compute, e=(8, 32), q=(32, 32), k=(32, 32), least=least)
@@ -340,27 +260,16 @@ OBJECTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_a_tensor_in_an_object_is_an_output_and_stays_whole(kind: str) -> None:
+def test_a_tensor_in_an_object_is_an_output_stays_whole_and_is_compared(kind: str) -> None:
     def compute(m: Any, x: Tensor) -> Any:
-        h = m.a(x).tanh()
-        return m.value(h), OBJECTS[kind](m.mu(h))
+        h = m.b(m.a(x).tanh()).relu()
+        return m.value(h), OBJECTS[kind](m.mu(h / h.shape[-1]))
 
-    model = seeded(compute, a=(8, 32), mu=(32, 6), value=(32, 1))
+    model = seeded(compute, a=(8, 32), b=(32, 32), mu=(32, 6), value=(32, 1))
     elastic, refused = inserted(model, VECTORS, VECTORS, VECTORS[:2])
     assert elastic == {"a.ffn"}
-    assert any(name.startswith("mu") for name in refused)
-
-
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_what_an_object_holds_is_compared(kind: str) -> None:
-    def compute(m: Any, x: Tensor) -> Any:
-        h = m.b(m.a(x).relu()).relu()
-        return x.sum(-1), OBJECTS[kind](m.c(h / h.shape[-1]))
-
-    model = seeded(compute, a=(8, 32), b=(32, 32), c=(32, 6))
-    elastic, refused = inserted(model, VECTORS, VECTORS)
-    assert elastic == {"a.ffn"}
     assert UNUSED_AT_ZERO in refused["b.ffn"]
+    assert any(name.startswith("mu") for name in refused)
 
 
 @pytest.mark.parametrize(
@@ -413,25 +322,6 @@ def test_complex_and_whole_numbers_beside_a_real_output_are_compared(finish: Any
     assert "b.ffn" in refused or "b.ffn" in refused[""]
 
 
-@pytest.mark.parametrize(
-    "finish",
-    [
-        lambda m, h: m.c(h).argmax(-1),
-        lambda m, h: m.c(h).topk(2).indices,
-        lambda m, h: m.c(h) > 0,
-        lambda m, h: torch.fft.fft(m.c(h)),
-    ],
-    ids=["argmax", "topk", "bool", "fft"],
-)
-def test_a_right_model_with_such_an_output_is_elastic(finish: Any) -> None:
-    def compute(m: Any, x: Tensor) -> Any:
-        h = m.b(m.a(x).relu()).relu()
-        return m.c(h), finish(m, h)
-
-    elastic, _ = inserted(seeded(compute, a=(8, 32), b=(32, 32), c=(32, 6)), STATES, STATES, STATES[:7])
-    assert elastic == {"a.ffn", "b.ffn"}
-
-
 # -- examples that show nothing ----------------------------------------------------------------------
 
 FAR = 1e4 * STATES
@@ -457,16 +347,6 @@ def test_what_an_example_does_not_show_is_refused(model: Any, example: Tensor, i
 
 def attend(m: Any, x: Tensor) -> Tensor:
     q, k, v = (f(x).unflatten(-1, (m.num_heads, 8)).transpose(1, 2) for f in (m.q, m.k, m.v))
-    return _attended(m, x, q, k, v)
-
-
-def attend_fused(m: Any, x: Tensor) -> Tensor:
-    """Every head has its queries, keys and values beside each other, (heads, 3, size)."""
-    q, k, v = m.qkv(x).unflatten(-1, (m.num_heads, 3, 8)).permute(3, 0, 2, 1, 4)
-    return _attended(m, x, q, k, v)
-
-
-def _attended(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT / (m.num_heads * 8 if m.form == "all width" else 8) ** 0.5
     if m.form == "ALiBi":
         slopes = 2.0 ** (-8.0 * torch.arange(1, m.num_heads + 1) / m.num_heads)
@@ -474,14 +354,13 @@ def _attended(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = scores - slopes[:, None, None] * (places[:, None] - places).abs()
     if m.form == "tempered":
         scores = scores * m.num_heads
-    return m.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    return m.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-def attention(form: str, fused: bool = False, words: bool = False, bias: bool = True) -> nn.Module:
+def attention(form: str, words: bool = False, bias: bool = True) -> nn.Module:
     """Return an attention with four heads between two layers, whose scores may depend on their number."""
     torch.manual_seed(0)
-    layers = {"qkv": (32, 96)} if fused else dict.fromkeys("qkv", (32, 32))
-    inner = Net(attend_fused if fused else attend, bias, num_heads=4, form=form, **layers, o=(32, 32))
+    inner = Written(attend, bias, num_heads=4, form=form, **dict.fromkeys("qkvo", (32, 32)))
     first = nn.Embedding(40, 32) if words else nn.Linear(32, 32, bias=bias)
     model = nn.Sequential(first, inner, nn.Linear(32, 12)).eval()
     with torch.no_grad():
@@ -504,23 +383,12 @@ def rich(kind: str) -> Tensor:
     return IDS if kind == "equal ids" else torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(8))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["q, k, v", "fused"])
-@pytest.mark.parametrize("form", ["all width", "ALiBi", "tempered"])
+@pytest.mark.parametrize("form", ["right", "all width", "ALiBi", "tempered"])
 @pytest.mark.parametrize("kind", POOR)
-def test_heads_on_whose_number_scores_depend_are_refused_with_every_example(
-    kind: str, form: str, fused: bool
-) -> None:
-    model = attention(form, fused, words=kind == "equal ids", bias=kind != "ones")
+def test_heads_are_refused_with_every_example_if_scores_depend_on_their_number(kind: str, form: str) -> None:
+    model = attention(form, words=kind == "equal ids", bias=kind != "ones" or form == "right")
     elastic, _ = inserted(model, POOR[kind], rich(kind))
-    assert not any(name.endswith("heads") for name in elastic)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["q, k, v", "fused"])
-@pytest.mark.parametrize("kind", POOR)
-def test_a_right_attention_stays_elastic_with_a_poor_example(kind: str, fused: bool) -> None:
-    model = attention("right", fused, words=kind == "equal ids")
-    elastic, _ = inserted(model, POOR[kind], rich(kind))
-    assert "1.heads" in elastic
+    assert any(name.endswith("heads") for name in elastic) == (form == "right")
 
 
 @pytest.mark.parametrize("example", [torch.zeros(1, 8), torch.ones(1, 8), VECTORS[:1]])
@@ -531,28 +399,7 @@ def test_a_right_network_stays_elastic_with_a_poor_example(example: Tensor, bias
     assert elastic == {"a.ffn", "b.ffn"}
 
 
-@pytest.mark.parametrize("kind", ["equal ids", "ones", "one token"])
-@pytest.mark.parametrize("form", ["ALiBi", "right"])
-def test_reordering_with_a_poor_example_keeps_the_largest(kind: str, form: str) -> None:
-    """The description was not proved: the heads of ALiBi must not move."""
-    model, x = attention(form, words=kind == "equal ids"), rich(kind)
-    with torch.no_grad():
-        expected = model(x)
-    twin = attention("right", words=kind == "equal ids")
-    description = subnetact.describe(twin, rich(kind), axes=["heads"])
-    supernet = subnetact.insert_(model, description.space, description.elastic)
-    with suppress(InsertError):  # The order may be refused as a whole.
-        subnetact.reorder_(supernet, example=POOR[kind])
-    with torch.no_grad():
-        assert difference(supernet(x, subnet=supernet.space.largest()), expected) < 1e-5
-
-
 # -- several examples --------------------------------------------------------------------------------
-
-
-def short_only(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    return m.b(h - h.mean(1, keepdim=True) if x.shape[-1] > 16 else h)
 
 
 def long_lines(m: Any, x: Tensor) -> Tensor:
@@ -572,11 +419,9 @@ def of_one(m: Any, x: Tensor) -> Tensor:
     return m.b(h if len(x) > 1 else h / h.shape[-1])
 
 
-CONV1D = {"a": partial(nn.Conv1d, 4, 32, 3, padding=1), "b": partial(nn.Conv1d, 32, 6, 1)}
 LINEAR = {"a": (8, 32), "b": (32, 6)}
 MASK = torch.tensor([[1.0] * 5 + [0.0] * 2, [1.0] * 7])
 OTHER_PATHS: dict[str, tuple[Any, dict[str, Any], Any, Any]] = {
-    "longer signal": (short_only, CONV1D, torch.randn(2, 4, 8), torch.randn(2, 4, 32)),
     "longer lines": (long_lines, LINEAR, LINES, torch.randn(2, 12, 8)),
     "padded": (masked_lines, LINEAR, LINES, (LINES, MASK)),
     "one input": (of_one, LINEAR, LINES, LINES[:1]),
@@ -609,13 +454,6 @@ def test_a_right_model_is_elastic_with_a_short_a_long_and_a_padded_example() -> 
     examples = [LINES[:, :2], torch.randn(2, 30, 8), (LINES, MASK)]
     elastic, _ = inserted(lines_model(), examples, *examples)
     assert elastic == {"a.ffn", "b.ffn"}
-
-
-def test_an_empty_list_of_examples_is_refused() -> None:
-    model = lines_model()
-    for call in (subnetact.describe, lambda m, x: subnetact.insert_(m, example=x)):
-        with pytest.raises(InsertError, match="the list is empty"):
-            call(model, [])
 
 
 @pytest.fixture
@@ -657,32 +495,21 @@ def test_a_view_warns_once_at_a_form_that_no_example_had(
     assert of_inputs(warned) == 1
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("example", [LINES, LINES[:1]])
-def test_a_view_does_not_warn_at_batch_sizes_and_lengths_with_the_same_calls(
-    example: Tensor, batch: int, warned: list[warnings.WarningMessage]
+def test_a_view_does_not_warn_at_what_is_proved(
+    example: Tensor, warned: list[warnings.WarningMessage]
 ) -> None:
     supernet = subnetact.insert_(lines_model(), example=example)
-    for length in (1, 4, 20):
-        supernet(torch.randn(batch, length, 8), subnet=supernet.space.smallest())
-    assert of_inputs(warned) == 0
-
-
-def test_a_view_does_not_warn_at_a_form_that_check_has_proved(warned: list[warnings.WarningMessage]) -> None:
-    supernet = subnetact.insert_(lines_model(), example=LINES)
+    view = supernet.subnet(supernet.space.smallest())
+    for batch, length in itertools.product((1, 2, 5), (1, 4, 20)):
+        view(torch.randn(batch, length, 8))
+    torch.jit.trace(view, (LINES[0],), check_trace=False)
+    torch.compile(view, backend="eager")(LINES[0])
     supernet.check((LINES, MASK))
     supernet(LINES, MASK, subnet=supernet.space.smallest())
     assert of_inputs(warned) == 0
     supernet(LINES[0], subnet=supernet.space.smallest())
     assert of_inputs(warned) == 1
-
-
-def test_a_view_does_not_warn_under_a_compiler_or_a_trace(warned: list[warnings.WarningMessage]) -> None:
-    supernet = subnetact.insert_(lines_model(), example=LINES)
-    view = supernet.subnet(supernet.space.smallest())
-    torch.jit.trace(view, (LINES[0],), check_trace=False)
-    torch.compile(view, backend="eager")(LINES[0])
-    assert of_inputs(warned) == 0
 
 
 # -- layers that depend on their size ----------------------------------------------------------------
@@ -700,16 +527,6 @@ class Equalised(nn.Linear):
         return F.linear(input, self.weight / math.sqrt(self.weight.shape[1]), self.bias)
 
 
-class Averaging(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, None) / input.shape[-1] + self.bias
-
-
-class ScaledConv(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.conv2d(input, self.weight / math.sqrt(self.weight.shape[1]), self.bias)
-
-
 class AveragingConv(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input / input.shape[1])
@@ -719,11 +536,6 @@ class Standardised(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight - self.weight.mean(1, keepdim=True)
         return F.linear(input, weight / (weight.std(1, keepdim=True) + 1e-5), self.bias)
-
-
-class Directions(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, F.normalize(self.weight, dim=1), self.bias)
 
 
 class StandardisedConv(nn.Conv2d):
@@ -741,9 +553,11 @@ def with_second(layer: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), layer(32, 24), *rest).eval(), VECTORS
 
 
-@pytest.mark.parametrize("layer", [Scaled, Equalised, Averaging, ScaledConv, AveragingConv])
+@pytest.mark.parametrize("layer", [Scaled, Equalised, AveragingConv])
 def test_a_layer_that_scales_by_its_size_keeps_all_inputs(layer: type[nn.Module]) -> None:
     model, x = with_second(layer)
+    with pytest.raises(InsertError, match=rf"0\..*{UNUSED_AT_ZERO}"):
+        subnetact.insert_(model, subnetact.describe(twin(model), x), example=x)
     elastic, refused = inserted(model, x, x)
     assert elastic
     assert all(name.startswith("2.") for name in elastic)
@@ -757,14 +571,7 @@ def twin(model: nn.Module) -> nn.Module:
     return plain
 
 
-@pytest.mark.parametrize("layer", [Scaled, Equalised, Averaging, ScaledConv, AveragingConv])
-def test_a_description_that_narrows_the_inputs_of_such_a_layer_is_refused(layer: type[nn.Module]) -> None:
-    model, x = with_second(layer)
-    with pytest.raises(InsertError, match=rf"0\..*{UNUSED_AT_ZERO}"):
-        subnetact.insert_(model, subnetact.describe(twin(model), x), example=x)
-
-
-@pytest.mark.parametrize("layer", [Standardised, Directions, StandardisedConv])
+@pytest.mark.parametrize("layer", [Standardised, StandardisedConv])
 def test_a_layer_that_normalises_its_weights_may_have_fewer_inputs(layer: type[nn.Module]) -> None:
     model, x = with_second(layer)
     supernet = subnetact.insert_(model, subnetact.describe(twin(model), x), example=x)
