@@ -333,7 +333,7 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
         "tables": (lambda: Tables().eval(), "in 'tables', .* register them as buffers"),
         "remembering": (lambda: Remembering().eval(), "keeps tensors between calls, in 'cache', and answers"),
-        "parametrised": (parametrised, "Hidden.second computes its weight .* with subnetact.insertion.fold_"),
+        "parametrised": (parametrised, "fold_"),
         "pruned": (pruned, "fold_"),
         "bound": (bound, "'run' holds a method bound"),
         "inserted": (inserted, "already has operators"),
