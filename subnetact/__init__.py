@@ -67,13 +67,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     nas              963   377      8
     profile         1243   280      1
     serving         4854  1903     34
-    generation      1469   466     13
+    generation      1639   501     13
     export          1025   390      7
     simulate           9     5      2
     serve           1882   391      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32581  9218    228
+    all            32751  9253    228
 
 The README has a glossary of the words that are used here.
 """

@@ -3,7 +3,8 @@
 * `step_scheduler`: who is in the next step and when a request ends: the rules, without threads or a clock.
 * `generator`: `Generator`, threads around it: a time to first token and a time per token.
 * `simulation`: the same object on a simulated clock: predicts what a policy does with a trace of prompts.
-* `step_policy`: chooses the subnet of a step with the policies of `subnetact.serving`.
+* `step_request`: a request for tokens, and what has come of it.
+* `step_policy`: chooses the subnet of a step, and how long models think, by deadlines and load.
 * `phases`: `Phase`, a stretch of an answer with subnets of its own.
 * `completion`: the answer to one request, token by token.
 * `stats`: `GeneratorStats`, its counts, which are also its metrics.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
@@ -37,10 +38,14 @@ class TokenDeadlines:
         object.__setattr__(self, "token_ms", check_positive(self.token_ms, "token_ms"))
 
     @classmethod
-    def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:
-        """Spread the time from the submission to the last token, in ms, evenly over so many tokens."""
-        share = check_positive(total_ms, "total_ms") / max(tokens, 1)
-        return cls(share, share, total_ms)
+    def total(cls, total_ms: float, tokens: int, usual_ms: float = math.inf) -> TokenDeadlines:
+        """Return the latest times of so many tokens, of which only the last one is promised, all in ms.
+
+        From one to the next is `usual_ms`, or an even share of the time if that is less: whoever can still
+        answer in time may wait for its first token.
+        """
+        each = min(check_positive(total_ms, "total_ms") / max(tokens, 1), usual_ms)
+        return cls(total_ms - (max(tokens, 1) - 1) * each, each, total_ms)
 
     def due_ms(self, accepted_ms: float, position: int) -> float:
         """Return when a token is due, by the time of the submission and its position from 0."""

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from subnetact.generation.completion import Completion, TokenDeadlines, tell
 from subnetact.generation.phases import Phase, checked_phases
 from subnetact.generation.stats import GeneratorStats
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler, TokenAsk
+from subnetact.generation.step_request import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import StepScheduler
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
@@ -60,6 +61,8 @@ class Generator(ClosedOnExit):
         step_tokens: the largest number of tokens that one step computes; longer prompts take several steps.
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
+        thinking: budgets of thinking tokens, each with the share of the accuracy that an answer has behind
+            it. If given, the load chooses how long phases with an end token are, which then ends them.
         seed: seed of the requests that have none of their own. If None, a random one.
         watchdog_ms: time after which a step is taken to hang, in ms; inf: never. If None, 20 times the
             expected latency, but at least 10 s, and at least 30 s if a subnet runs for the first time.
@@ -98,6 +101,7 @@ class Generator(ClosedOnExit):
         cache_tokens: int = 16_384,
         step_tokens: int = 512,
         expired: str = "drop",
+        thinking: Mapping[int, float] | None = None,
         seed: int | None = None,
         watchdog_ms: float | None = None,
         clock_ms: Callable[[], float] | None = None,
@@ -107,7 +111,7 @@ class Generator(ClosedOnExit):
         self.subnets = supernet.distinct(subnets, "a generator")
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate, allow_recompute)
         self.table = table
-        policy = StepPolicy(table, token_ms)
+        policy = StepPolicy(table, token_ms, thinking=thinking)
         if tuple(spec.key for spec in self.subnets) != table.subnets:
             raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
         self._scheduler = StepScheduler(
@@ -313,7 +317,7 @@ class Generator(ClosedOnExit):
         with computing():
             loop.refresh()
             with self._lock:
-                step = scheduler.candidates()
+                step = scheduler.candidates(self._now_ms())
             loop.reserve(step)
             with self._lock:
                 begun = scheduler.begin(self._now_ms())
@@ -370,6 +374,6 @@ def _deadlines(first_ms: Any, token_ms: Any, total_ms: Any, tokens: int, usual_m
     if total_ms is not None:
         if first_ms is not None or token_ms is not None:
             raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
-        return TokenDeadlines.total(check_deadline(total_ms), tokens)
+        return TokenDeadlines.total(check_deadline(total_ms), tokens, usual_ms)
     each = usual_ms if token_ms is None else check_deadline(token_ms, "token_ms")
     return TokenDeadlines(10.0 * each if first_ms is None else check_deadline(first_ms, "first_ms"), each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -13,7 +13,8 @@ from subnetact.errors import DeadlinePassed, InvalidRequest, PolicyError, TraceE
 from subnetact.generation.completion import TokenDeadlines
 from subnetact.generation.phases import CacheKinds, Phase, checked_phases
 from subnetact.generation.step_policy import StepPolicy
-from subnetact.generation.step_scheduler import StepRequest, StepScheduler, TokenAsk
+from subnetact.generation.step_request import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import StepScheduler
 from subnetact.generation.step_table import StepTable
 from subnetact.serving.scheduling.checks import check_within
 
@@ -31,7 +32,8 @@ class Prompt:
         answer: how many tokens are generated.
         deadlines: when they are due.
         min_accuracy: minimum accuracy of the subnets that generate them, in percent.
-        phases: as of `Generator.submit`; they end by `tokens`, as nobody knows the tokens here.
+        phases: as of `Generator.submit`; they end by `tokens`, as nobody knows the tokens here, or earlier
+            by `thinking`.
     """
 
     arrival_ms: float
@@ -82,6 +84,7 @@ def simulate_generation(
     step_tokens: int = 512,
     expired: str = "drop",
     caches: Sequence[int] | None = None,
+    thinking: Mapping[int, float] | None = None,
 ) -> SimulatedGeneration:
     """Predict which tokens of a trace come in time, if every step takes exactly the time of the table.
 
@@ -91,6 +94,7 @@ def simulate_generation(
         token_ms, max_sequences, step_tokens, expired: as for `Generator`, whose rules hold.
         caches: a number per subnet; those of one number continue on each other's caches, and between others
             a phase computes them again. If None, all continue.
+        thinking: as for `Generator`.
 
     Returns:
         Counts of tokens and steps.
@@ -102,7 +106,7 @@ def simulate_generation(
         InvalidRequest: no subnet is as accurate as a request demands, or the phases of one cannot be.
         TableError: the accuracy of a subnet is not known.
     """
-    chooser = StepPolicy(table, token_ms)
+    chooser = StepPolicy(table, token_ms, thinking=thinking)
     if caches is not None and len(caches) != len(table.subnets):
         raise PolicyError(f"caches: {len(caches)} numbers; give one for each of {len(table.subnets)} subnets")
     kinds = None if caches is None else CacheKinds(caches, caches)
@@ -139,10 +143,10 @@ def replay(trace: deque[Prompt], scheduler: StepScheduler) -> Iterator[tuple[flo
                 yield one.arrival_ms, request
         scheduler.prepare(now)
         yield from zip(repeat(now), scheduler.tick(now), strict=False)
-        scheduler.candidates().take_all()
+        scheduler.candidates(now).take_all()
         if step := scheduler.begin(now):
             now += step.tabled_ms
-            yield from zip(repeat(now), scheduler.step_done([0] * len(step.answered), now), strict=False)
+            yield from zip(repeat(now), scheduler.step_done([-1] * len(step.answered), now), strict=False)
 
 
 def _checked(prompt: Prompt) -> Prompt:
@@ -152,6 +156,8 @@ def _checked(prompt: Prompt) -> Prompt:
             check_within(getattr(prompt, name), name, low, high, whole)
     except InvalidRequest as error:
         raise TraceError(f"a prompt has {error}") from None
-    if any(phase.end is not None for phase in checked_phases(prompt.phases, math.inf)):
-        raise TraceError("a prompt has a phase with an end token, which cannot be simulated; give it tokens")
+    if any(one.end is not None and one.tokens is None for one in checked_phases(prompt.phases, math.inf)):
+        raise TraceError(
+            "a prompt has a phase that only an end token ends, which nobody knows; give it tokens"
+        )
     return prompt

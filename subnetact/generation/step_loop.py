@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from subnetact.errors import CacheMismatch, InsertError, StaleWeights, extra_needed
 from subnetact.generation.completion import TokenLogprobs
 from subnetact.generation.phases import CacheKinds
-from subnetact.generation.step_scheduler import Step, StepRequest
+from subnetact.generation.step_request import StepRequest
+from subnetact.generation.step_scheduler import Step
 from subnetact.insertion.key_value_cache import cache_relation, empty_pages, switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, is_counter
@@ -50,12 +51,14 @@ class _Draws(logits_process.LogitsProcessor):
     """Makes the most likely token of a row one that is drawn, with random numbers of its request's own."""
 
     supports_continuous_batching = True
-    sources: Sequence[torch.Generator | None] = ()  # of the rows
+    sources: Sequence[torch.Generator | int | None] = ()  # of the rows; a number is the token itself
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         """Add Gumbel noise to the scores of every row with random numbers."""
         for row, source in zip(scores, self.sources, strict=False):
-            if source is not None:
+            if isinstance(source, int):
+                row.fill_(-torch.inf)[source] = 0.0
+            elif source is not None:
                 row -= torch.empty_like(row).exponential_(generator=source).clamp_(min=LEAST_DRAW).log_()
         return scores
 
@@ -206,9 +209,8 @@ class _Planned(FIFOScheduler):
         """Return the sequences of the next step; None if none has room, so that one is pushed out."""
         self._drop_ended()
         states = (state for request, _ in self.step.wanted() if (state := self._state_of(request)))
-        futures, denied, *sizes = self._process_candidates(
-            cast(Any, states), token_budget, cache_budget, set()
-        )
+        room = int(min(token_budget, self.step.budget))
+        futures, denied, *sizes = self._process_candidates(cast(Any, states), room, cache_budget, set())
         return (None if denied and not futures else futures), *sizes
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
@@ -311,8 +313,8 @@ class StepLoop(ContinuousBatchingManager):
         Log-probabilities go to the requests that asked for them.
         """
         processor: Any = self.batch_processor
-        self._decoder.draws.sources = sources = [one.draws for one in step.answered]
-        processor.logit_processor.do_processing = any(sources)
+        self._decoder.draws.sources = sources = [step.ended.get(one, one.draws) for one in step.answered]
+        processor.logit_processor.do_processing = any(one is not None for one in sources)
         self._decoder.chosen = step.subnet
         self._decoder.keeps_logits = any(one.ask.logprobs is not None for one in step.answered)
         processor._generation_step(self._decoder)

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from subnetact.device import machine
 from subnetact.errors import TableError
 from subnetact.generation.completion import TokenDeadlines
-from subnetact.generation.step_scheduler import Step, StepRequest, TokenAsk
+from subnetact.generation.step_request import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import Step
 from subnetact.generation.step_table import StepTable
 from subnetact.latency.arrays import ascending_sizes
 from subnetact.latency.table import LatencyTable

@@ -10,80 +10,23 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
-from subnetact.generation.completion import Generated, TokenDeadlines, TokenLogprobs
-from subnetact.generation.phases import CacheKinds, Phase, PlannedPhase, planned_phases, rows_of
-from subnetact.generation.step_policy import StepPolicy
+from subnetact.generation.completion import Generated
+from subnetact.generation.phases import CacheKinds, planned_phases, rows_of
+from subnetact.generation.step_policy import Crowd, StepPolicy
+from subnetact.generation.step_request import StepRequest
 from subnetact.serving.scheduling.checks import check_count, check_positive
 from subnetact.serving.scheduling.worker_states import patience_ms
 
 LEAST_PATIENCE_MS = 1e4  # before a step is taken to hang
 ORDER = attrgetter("order")
 MOST_MISSED = 8  # steps of other subnets, before a request comes first however early others are due
-
-
-@dataclass(frozen=True)
-class TokenAsk:
-    """What a client asks for, checked."""
-
-    prompt: Sequence[int]
-    answer: int  # the largest number of tokens
-    deadlines: TokenDeadlines
-    min_accuracy: float = 0.0  # percent
-    stop: frozenset[int] = frozenset()
-    logprobs: int | None = None
-    sampling: Mapping[str, Any] | None = None  # of transformers
-    phases: Sequence[Phase] = (Phase(),)
-    least: int = 0  # tokens, before a token of `stop` ends it
-    sheddable: bool = False  # it waits behind all others, and leaves a full queue for them
-
-
-@dataclass(eq=False, slots=True)
-class StepRequest:
-    """An ask, and what has come of it; `owner` and `draws` are handed on to the driver."""
-
-    ask: TokenAsk
-    owner: Any = None
-    draws: Any = None  # the random numbers of a request whose tokens are drawn
-    number: int = -1
-    accepted_ms: float = 0.0
-    left: int = 0  # tokens of the prompt, and of an answer that lost its place, that are not computed
-    due_ms: float = 0.0  # of the next token
-    late: int = 0
-    planned: list[PlannedPhase] = field(default_factory=list)  # the present phase and those after it
-    among: frozenset[int] = frozenset()  # the subnets of the present phase
-    turns: float = math.inf  # with how many tokens the next phase begins at the latest
-    missed: int = 0  # steps in a row that ran subnets of other phases
-    writer: int | None = None  # of its keys and values, by `CacheKinds.exact`
-    approximate: bool = False
-    tokens: list[int] = field(default_factory=list)
-    subnets: list[int] = field(default_factory=list)
-    times_ms: list[float] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # never fewer than tokens, if asked for
-    outcome: Generated | RequestError | None = None  # once it has ended
-
-    @property
-    def order(self) -> tuple[bool, float, int]:
-        """The first of those that wait gets the next place."""
-        return self.ask.sheddable, self.due_ms, self.number
-
-    @property
-    def length(self) -> int:
-        """How many tokens the prompt and the answer have."""
-        return len(self.ask.prompt) + len(self.tokens)
-
-    def generated(self, now_ms: float, finish: str, names: Sequence[str] = ()) -> Generated:
-        """Return the answer if it ends now, by the names of all subnets."""
-        used = tuple([names[subnet] for subnet in dict.fromkeys(self.subnets)])
-        tokens = tuple(self.tokens), tuple(self.subnets), used, self.late, tuple(self.times_ms)
-        cache = "approximate" if self.approximate else "exact"
-        return Generated(*tokens, now_ms - self.accepted_ms, finish, tuple(self.logprobs), cache)
 
 
 @dataclass(slots=True)
@@ -101,6 +44,7 @@ class Step:
     parts: list[tuple[StepRequest, int]] = field(default_factory=list)  # taken, and how many tokens of each
     answered: list[StepRequest] = field(default_factory=list)  # those that get a token, in the same order
     size: tuple[int, float, int] = (0, 1.0, 0)
+    ended: dict[StepRequest, int] = field(default_factory=dict)  # whose phase ends: the token that says so
     subnet: int = 0
     tabled_ms: float = 0.0  # how long it takes by the table
 
@@ -187,6 +131,7 @@ class StepScheduler:
         names, phases = self.policy.table.subnets, request.ask.phases
         request.planned = planned_phases(phases, names, self._kinds, self._usual, accurate)
         request.among, request.turns = request.planned[0].among, request.planned[0].tokens
+        request.most = request.ask.answer
         if self.closed is not None:
             raise BatcherClosed(f"the generator is closed{self.closed}")
         if self._drop:
@@ -202,6 +147,7 @@ class StepScheduler:
         request.due_ms = request.ask.deadlines.due_ms(now_ms, 0)
         self.requests[request.number] = request
         self.counts["requests"] += 1
+        self.policy.arrived(request.ask, now_ms)
         self._wait(request)
         return shed
 
@@ -244,10 +190,11 @@ class StepScheduler:
         """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
         self._limit_ms = now_ms + patience_ms(self._watchdog_ms)
 
-    def candidates(self) -> Step:
+    def candidates(self, now_ms: float = -math.inf) -> Step:
         """Return the next step, of whose candidates the caller takes those with room.
 
-        Their order: who decodes, whose prompts are computed, who waits.
+        Their order: who decodes, whose prompts are computed, who waits. Prompts of which no subnet could
+        compute more without making those late who decode are continued in later steps.
         """
         ready = sorted(self._active.values(), key=lambda one: one.left > 0)
         ready += self._waiting[: self._places - len(self._active)]
@@ -258,6 +205,10 @@ class StepScheduler:
         joining = {one for one in ready if one.number not in self._active}
         every = frozenset(range(len(self.steps)))
         self.step = Step(ready, joining, self._step_tokens, every)
+        if held := [one for one in ready if not one.left]:
+            count, slack_ms = len(held), min([one.due_ms for one in held]) - now_ms
+            room = self.policy.prompt_room(count, sum([one.length for one in held]) / count, slack_ms)
+            self.step.budget = min(self._step_tokens, count + room)
         return self.step
 
     def begin(self, now_ms: float) -> Step | None:
@@ -279,28 +230,22 @@ class StepScheduler:
             request.missed += 1
         step.began_ms = now_ms
         step.measure()
-        policy, slack_ms = self.policy, self._slack_ms(step, others, now_ms)
+        policy = self.policy
+        slack_ms = min([request.due_ms for request in [*others, *(one for one, _ in step.parts)]]) - now_ms
         sequences, context, prompts = step.size
-        step.subnet = policy.choose(
-            slack_ms, sequences=sequences, context=context, prompt_tokens=prompts, among=step.among
-        )
+        crowd = Crowd(now_ms, self._active.values(), self._waiting, self._places)
+        facts: Any = {"context": context, "prompt_tokens": prompts, "among": step.among, "crowd": crowd}
+        step.subnet = policy.choose(slack_ms, sequences=sequences, **facts)
+        for one in step.answered:
+            end = one.planned[0].end
+            if end is not None and len(one.tokens) + 1 - one.begun >= policy.budget:
+                step.ended[one] = end
         step.tabled_ms = policy.tabled_ms
         self.counts["lifted"] += policy.lifted and len({request.among for request, _ in step.parts}) > 1
         expected_ms, known = policy.slowdown * step.tabled_ms, self.steps[step.subnet] > 0
         self._limit_ms = now_ms + patience_ms(self._watchdog_ms, expected_ms, known, LEAST_PATIENCE_MS)
         self.steps[step.subnet] += 1
         return step
-
-    def _slack_ms(self, step: Step, others: Sequence[StepRequest], now_ms: float) -> float:
-        """Return how long a step may take for the tokens that it computes, and for those who wait."""
-        pace, due_ms = self.policy.pace, sorted(request.due_ms for request in others)
-        slack_ms = min([request.due_ms for request, _ in step.parts]) - now_ms
-        slack_ms = min(slack_ms, pace(now_ms, [0], due_ms))
-        if self._waiting and len(self._active) >= self._places:
-            left = [one.ask.answer - len(one.tokens) for one in self._active.values()]
-            due_ms = [one.due_ms for one in self._waiting[: self._places] if not one.ask.sheddable]
-            slack_ms = min(slack_ms, pace(now_ms, left, due_ms))
-        return slack_ms
 
     def step_done(self, tokens: Sequence[int], now_ms: float) -> list[StepRequest]:
         """Take the tokens of the requests that the step answers."""
@@ -317,6 +262,7 @@ class StepScheduler:
         for request, token in zip(step.answered, tokens, strict=False):
             if request.outcome is not None:  # it ended while its step ran
                 continue
+            token = step.ended.get(request, token)
             request.tokens.append(token)
             request.subnets.append(step.subnet)
             request.times_ms.append(now_ms - request.accepted_ms)
@@ -327,9 +273,11 @@ class StepScheduler:
             self.counts["late"] += late
             request.due_ms = ask.deadlines.due_ms(request.accepted_ms, length)
             stops = token in ask.stop and length >= ask.least
-            if stops or length == ask.answer:
+            if stops or length >= request.most:
                 self._finish(request, now_ms, "stop" if stops else "length", "finished")
             elif token == request.planned[0].end or length >= request.turns:
+                if request in step.ended and request.turns < math.inf:
+                    request.most -= int(request.turns - length)
                 self._next_phase(request)
         return answered
 
@@ -369,7 +317,8 @@ class StepScheduler:
         """Begin the next phase of a request, which waits for a place again if it needs another cache."""
         del request.planned[0]
         phase = request.planned[0]
-        request.among, request.turns = phase.among, len(request.tokens) + phase.tokens
+        request.begun = len(request.tokens)
+        request.among, request.turns = phase.among, request.begun + phase.tokens
         if phase.recomputes:
             self.counts["recomputed"] += 1
             self.push_out(request)

@@ -30,7 +30,8 @@ from subnetact.errors import (
 )
 from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
 from subnetact.generation.completion import tell
-from subnetact.generation.step_scheduler import Step, StepRequest, TokenAsk
+from subnetact.generation.step_request import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import Step
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -104,6 +105,19 @@ def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
     stats = generator.stats()
     assert (stats.requests, stats.finished, stats.active, stats.failed) == (20, 20, 0, 0)
     assert stats.tokens == sum(len(answer.tokens) for answer in answers)
+
+
+def test_thinking_ends_with_its_token_and_the_answer_goes_on_from_there(
+    llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
+) -> None:
+    generator, prompt = make(thinking={3: 1.0}), prompts(1)[0]
+    phases = [Phase(end=7, tokens=8, subnets=0), Phase(subnets=0)]
+    answer = generator.submit(prompt, max_new_tokens=12, phases=phases, **LONG).result(60)
+    plain: Any = llama.extract(widths[0])
+    thought = plain.generate(torch.tensor([prompt]), max_new_tokens=2, do_sample=False)[0].tolist()
+    expected = plain.generate(torch.tensor([[*thought, 7]]), max_new_tokens=4, do_sample=False)[0]
+    assert [*prompt, *answer.tokens] == expected.tolist(), "3 tokens instead of 8, and 4 of an answer"
+    assert answer.finish == "length"
 
 
 def test_generators_beside_each_other_leave_the_network_as_it_was(

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from generation_tables import step_table
+from generation_tables import ACCURACY, KEYS, step_table
 
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
-from subnetact.generation import Prompt, TokenDeadlines, simulate_generation
+from subnetact.generation import Phase, Prompt, TokenDeadlines, simulate_generation
 
 DEADLINES = TokenDeadlines(60.0, 6.0)
 
@@ -96,3 +96,22 @@ def test_a_minimum_accuracy_is_met_or_refused() -> None:
 def test_arguments_out_of_range_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PolicyError):
         simulate_generation([], step_table(), **({"token_ms": 6.0} | change))
+
+
+def test_under_load_thinking_is_shorter_and_the_answers_are_as_long() -> None:
+    thinks = [Phase(end=1, tokens=64), Phase()]
+    due = TokenDeadlines.total(600.0, 72, 6.0)
+    prompts = [Prompt(one.arrival_ms, 8, 72, due, phases=thinks) for one in trace(0, (0.02, 0.3, 0.02))]
+    budgets = {4: 0.5, 16: 0.8, 64: 1.0}
+    table = step_table(KEYS[:1], ACCURACY[:1])
+    fixed = [simulate_generation(prompts, table, token_ms=6.0, thinking={b: budgets[b]}) for b in budgets]
+    chosen = simulate_generation(prompts, table, token_ms=6.0, thinking=budgets)
+    assert fixed[2].dropped > fixed[1].dropped > fixed[0].dropped, (
+        "the load is more than long thoughts permit"
+    )
+    assert fixed[1].dropped > chosen.dropped, (
+        "each budget alone drops requests in the burst, or wastes the lulls"
+    )
+    calm = [Prompt(0.0, 8, 72, due, phases=thinks)]
+    steps = [simulate_generation(calm, table, token_ms=6.0, thinking={b: 1.0}).steps for b in budgets]
+    assert steps == [12, 24, 72], "a budget and 8 tokens of an answer"

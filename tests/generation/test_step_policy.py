@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from generation_tables import KEYS, step_table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError, TableError
-from subnetact.generation import StepPolicy, StepTable
+from subnetact.generation import Phase, StepPolicy, StepTable, TokenDeadlines
+from subnetact.generation.phases import PlannedPhase
+from subnetact.generation.step_policy import Crowd
+from subnetact.generation.step_request import StepRequest, TokenAsk
 
 
 @given(
@@ -38,13 +43,54 @@ def test_spare_time_buys_accuracy_and_little_time_does_not() -> None:
     assert policy.choose(2.2, sequences=0, prompt_tokens=16) == 0, "the prompt takes the rest"
 
 
-@given(st.lists(st.integers(0, 50), max_size=8), st.lists(st.floats(-50.0, 500.0), max_size=8))
-def test_at_this_pace_waiting_requests_get_a_place_in_time(left: list[int], due: list[float]) -> None:
-    pace, due = StepPolicy.pace(0.0, left, sorted(due)), sorted(due)
-    for steps, latest in zip(sorted(left), due, strict=False):
-        assert pace * (steps + 1) <= max(latest, 0.0) + 1e-9
-    if not left or not due:
-        assert pace == float("inf")
+def crowd(left: list[int], due: list[float], answers: list[int], places: int) -> Crowd:
+    """Return requests with so many tokens left in their places, and others that wait for their first ones."""
+
+    def request(answer: int, due_ms: float) -> StepRequest:
+        ask = TokenAsk([1], answer, TokenDeadlines(max(due_ms, 1e-3), 1e6))
+        return StepRequest(ask, due_ms=due_ms, most=answer, planned=[PlannedPhase(frozenset({0, 1, 2}))])
+
+    waiting = [request(*one) for one in zip(answers, due, strict=True)]
+    return Crowd(0.0, [request(tokens, 1e6) for tokens in left[:places]], waiting, places)
+
+
+@given(st.lists(st.integers(1, 50), max_size=6), st.lists(st.integers(1, 50), max_size=8), st.integers(1, 6))
+def test_whoever_waits_takes_the_place_that_is_free_first(
+    left: list[int], answers: list[int], places: int
+) -> None:
+    asked = crowd(left, [1e6] * len(answers), answers, places)
+    claims = StepPolicy(step_table(), 50.0).claims(asked, [1.0], [0.0])[len(asked.active) :]
+    busy, waiting, found = sorted(left[:places]), list(answers), []
+    for step in range(1000):  # one after the other, as a queue in front of servers
+        busy = [end for end in busy if end > step]
+        while waiting and len(busy) < places:
+            found.append(step + 1)
+            busy.append(step + waiting.pop(0))
+    assert [claim.steps for claim in claims] == found
+
+
+def test_the_third_wave_of_requests_counts_before_it_is_urgent() -> None:
+    policy = StepPolicy(step_table(), 50.0)
+    asked = crowd([10] * 4, [100.0] * 12, [10] * 12, 4)
+    facts: dict[str, Any] = {"sequences": 4, "crowd": asked}
+    assert policy.choose(100.0, **facts) == 0, "31 steps are to fit into half of 100 ms"
+    assert policy.choose(100.0, **facts | {"crowd": asked._replace(waiting=asked.waiting[:4])}) == 2
+    lost = crowd([10] * 4, [5.0] * 12, [10] * 12, 4)
+    assert policy.choose(100.0, **facts | {"crowd": lost}) == 2, "nobody can help those"
+
+
+def test_the_load_sets_how_long_requests_think() -> None:
+    found = []
+    for gap_ms in (1000.0, 12.0, 1.0):
+        policy = StepPolicy(step_table(), 50.0, thinking={10: 0.6, 40: 0.9, 160: 1.0})
+        ask = TokenAsk([1] * 8, 170, TokenDeadlines(100.0, 50.0), phases=[Phase(end=7, tokens=160), Phase()])
+        for number in range(50):
+            policy.arrived(ask, gap_ms * number)
+        policy.choose(50.0, sequences=4, crowd=Crowd(gap_ms * 49, [], [], 4))
+        found.append(policy.budget)
+    assert found[0] == 160
+    assert found[2] == 10
+    assert 10 < found[1] < 160
 
 
 def test_the_subnets_that_requests_permit_hold_although_the_step_is_late() -> None:

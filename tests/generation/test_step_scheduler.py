@@ -17,7 +17,8 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.generation import Generated, Generator, Phase, Prompt, StepPolicy, StepTable, TokenDeadlines
 from subnetact.generation.phases import CacheKinds
 from subnetact.generation.simulation import replay
-from subnetact.generation.step_scheduler import Step, StepRequest, StepScheduler, TokenAsk
+from subnetact.generation.step_request import StepRequest, TokenAsk
+from subnetact.generation.step_scheduler import Step, StepScheduler
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -97,7 +98,7 @@ class Steps:
     def compute(self, step: Step) -> Any:
         """Compute a step."""
         self.clock.now_ms += self.table.latencies_ms(*step.size)[step.subnet]
-        return [0] * len(step.answered)
+        return [-1] * len(step.answered)
 
     def _submit(self, generator: Generator, one: Prompt) -> None:
         times = {"first_ms": one.deadlines.first_ms, "token_ms": one.deadlines.token_ms}
