@@ -32,6 +32,7 @@ from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
 from subnetact.operators.operation_traits import operation_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
+from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
 
@@ -560,3 +561,68 @@ def test_an_answer_in_a_batch_equals_the_answer_alone(
         monkeypatch.setattr(lowered_weight, "CHUNK", 1000)
         torch.testing.assert_close(run(x), together, rtol=5e-5, atol=1e-6, equal_nan=True)
     assert (together[3] == conv.bias.view(-1, 1, 1)).all()
+
+
+@pytest.mark.usefixtures("onednn_convolutions")
+def test_an_empty_batch_gets_what_its_view_answers(digits: Supernet) -> None:
+    space = digits.space
+    specs = [space.largest(), space.at_precision(space.largest(), "int8")]
+    engine = subnetact.Engine(
+        digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+    )
+    for pinned in (False, True):
+        for subnet in range(2):
+            assert engine.pin(subnet) if pinned else True
+            view = digits.subnet(specs[subnet])
+            try:
+                with torch.inference_mode():
+                    expected = view(torch.zeros(0, 1, 16, 16))
+            except RuntimeError:
+                with pytest.raises(InvalidRequest, match="N >= 1"):
+                    engine(torch.zeros(0, 1, 16, 16), subnet)
+            else:
+                assert engine(torch.zeros(0, 1, 16, 16), subnet).shape == expected.shape
+
+
+def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Layers of this width are packed on every CPU.
+            self.first, self.inner, self.last = nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.last(self.inner(torch.relu(self.first(x) + y)))  # type: ignore[no-any-return]
+
+    axis = Axis.uniform("width", ["all"], [256, 512])
+    space = SubnetSpace("pair", [axis], lambda values: {"width": values["width"][0]})
+    elastic = {"first": WeightSlice.on(out="width"), "inner": WeightSlice.on(in_="width")}
+    supernet = subnetact.insert_(Pair().eval(), space, elastic)
+    low = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
+    example = {"x": torch.randn(1, 512), "y": torch.randn(1, 1)}
+    engine = subnetact.Engine(supernet, [low], example=example, memory_budget_mb=64)
+    assert engine.pin(0), engine.pin(0).reason
+    batch = {"x": torch.randn(3, 512), "y": torch.randn(3, 1)}
+    calls: list[int] = []
+    program = engine._plan.program(engine.ready(0), engine.ready(0).bound).program
+    program.forward.get_submodule("last").register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        expected = supernet.subnet(low)(**batch)
+    torch.testing.assert_close(engine(batch, 0), expected, rtol=1e-4, atol=1e-5)
+    assert calls == [1]
+
+
+def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
+    from subnetact.digits import distort, undistorted_digits
+
+    supernet = load_digits_supernet()
+    train, test = undistorted_digits()
+    generator = torch.Generator().manual_seed(0)
+    x, inputs = distort(test.images, generator), distort(train.images[:400], generator)
+    exact = supernet.space.sample(2, 4)
+    space = supernet.enable_precision("int8")
+    subnetact.calibrate(supernet, exact, inputs.split(100), progress=False)
+    low = [space.at_precision(spec, "int8") for spec in exact]
+    percent = subnetact.evaluate(supernet, [*exact, *low], [(x, test.labels)], progress=False)
+    assert abs(sum(percent[:4]) - sum(percent[4:])) / 4 < 0.5
+    assert percent[:4] != percent[4:]
