@@ -1,0 +1,607 @@
+"""Language models under load: policies in simulation, and the text server under the field's load generators.
+
+    python benchmarks/language_load.py --only policy thinking     # simulated, minutes
+    python benchmarks/language_load.py --only live                # at twice what the largest sustains
+    python benchmarks/language_load.py --only aiperf guidellm     # with the options of these names: programs
+    python benchmarks/language_load.py --report
+
+policy: random settings (step times, accuracies, arrivals, loads, deadlines). Prompts and answers have the
+lengths of Azure's trace of conversations (Splitwise, ISCA 2024), divided by a whole number; arrivals are
+random, or those of public traces. Contenders: all subnets, each alone, and the largest at two precisions.
+thinking: a problem is solved with probability 1 - exp(-tokens / scale), diminishing returns as in arXiv
+2601.10274; the budget chosen by load against every fixed one, all with the same policy for subnets.
+live: the embedded language model, each contender in a server of its own, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+from harness import RESULTS, Facts, Run, options_of, run
+from peers import import_torchvision
+from tqdm import tqdm
+
+from subnetact import LatencyTable
+from subnetact.generation import Generated, Phase, Prompt, StepPolicy, StepTable, TokenDeadlines
+from subnetact.generation.simulation import replay
+from subnetact.generation.step_scheduler import StepScheduler
+
+TRACES = files("subnetact") / "data" / "traces"
+REQUESTS = 400  # of a setting
+PATTERNS = ("Poisson", "bursty", "Azure LLM 2023", "Azure Functions 2019", "one burst", "volleys")
+INT8 = (1 / 1.3, 0.3)  # step time and lost accuracy, as of SmolLM2 in results/distill.md
+BUDGETS = (16, 32, 64, 128, 256)  # tokens to think
+
+
+SERVE = """
+import sys, runpy
+sys.argv[0] = "subnetact.serve"
+from peers import import_torchvision
+import_torchvision()
+runpy.run_module("subnetact.serve", run_name="__main__")
+"""
+
+
+# -- simulated -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A server and its load; the last row of the table is the largest subnet at int8."""
+
+    pattern: str
+    load: float  # of what the largest subnet sustains
+    table: StepTable
+    token_ms: float
+    places: int
+    prompts: list[Prompt]
+
+
+def trace(name: str) -> Any:
+    """Return the arrays of a public trace."""
+    with (TRACES / f"{name}.npz").open("rb") as file:
+        return dict(np.load(file))
+
+
+def arrivals(rng: random.Random, pattern: str, rate: float) -> list[float]:
+    """Return times in ms of so many requests per ms on average."""
+    if pattern in ("Azure Functions 2019", "one burst", "volleys"):
+        shape = np.full(240, 0.05)
+        if pattern == "one burst":
+            shape[:] = 1.0
+            shape[90 : 90 + int(240 * rng.uniform(0.15, 0.4))] = rng.uniform(1.5, 4.0)
+        elif pattern == "volleys":
+            shape[:: rng.choice((24, 60, 120))] = 5.0
+        else:
+            counts = trace("maf2019_per_minute")["sum14d_union"]
+            start = rng.randrange(len(counts) - 240)
+            shape = counts[start : start + 240].astype(float)
+        sums = np.concatenate([[0.0], np.cumsum(shape)]) / shape.sum()
+        times = np.interp(sorted(rng.random() for _ in range(REQUESTS)), sums, np.linspace(0.0, 1.0, 241))
+        return list(times * REQUESTS / rate)
+    if pattern == "Azure LLM 2023":
+        known = trace("azure_llm2023_conv_arrivals")["arrival_ms"].astype(float)
+        start = rng.randrange(len(known) - REQUESTS - 1)
+        gaps = np.diff(known[start : start + REQUESTS + 1])
+    else:
+        shape_of = 1.0 if pattern == "Poisson" else 1.0 / rng.choice((2, 4, 8))
+        gaps = np.array([rng.gammavariate(shape_of, 1.0) for _ in range(REQUESTS)])
+    return list(np.cumsum(gaps * REQUESTS / rate / gaps.sum()))
+
+
+def lengths(rng: random.Random, prompt: int, answer: int, count: int = REQUESTS) -> list[tuple[int, int]]:
+    """Return lengths of prompts and answers: those of Azure's conversations, divided."""
+    known = trace("azure_llm2023_conv_arrivals")
+    start = rng.randrange(len(known["arrival_ms"]) - count)
+    pairs = zip(known["context_tokens"][start:], known["generated_tokens"][start:], strict=True)
+    return [
+        (max(2, int(a) // prompt), max(2, int(b) // answer))
+        for (a, b), _ in zip(pairs, range(count), strict=False)
+    ]
+
+
+def setting(seed: int) -> Setting:
+    """Return a random setting."""
+    rng = random.Random(seed)
+    subnets, places, ratio = rng.randint(3, 6), rng.choice((8, 16, 32)), rng.uniform(1.5, 4.0)
+    shared, base = rng.uniform(0.2, 0.9), rng.uniform(2.0, 20.0)
+    ranks = [i / (subnets - 1) for i in range(subnets)]
+    speeds = [1.0 + (ratio - 1.0) * rank for rank in ranks]
+    span, top, bend = rng.uniform(4.0, 25.0), rng.uniform(50.0, 80.0), rng.uniform(1.0, 2.5)
+    accuracy = [top - span * (1.0 - rank) ** bend for rank in ranks]
+    speeds, accuracy = [*speeds, INT8[0] * speeds[-1]], [*accuracy, accuracy[-1] - INT8[1]]
+    longer, cost = 1.0 + rng.uniform(0.0, 0.5), rng.uniform(1.0, 4.0)
+    sizes = lengths(rng, rng.choice((8, 16)), rng.choice((4, 8, 16)))
+    prompt, answer = (statistics.mean(column) for column in zip(*sizes, strict=True))
+    numbers, tokens = [n for n in (1, 2, 4, 8, 16, 32) if n <= places], [8, 64, 256, 512]
+    steps = [[base * one * (shared + (1.0 - shared) * n / places) for n in numbers] for one in speeds]
+    prompts = [[base * one * (0.3 * shared + cost * n / prompt) for n in tokens] for one in speeds]
+    names = [*map(str, range(subnets)), "int8"]
+    decode = LatencyTable(names, accuracy, numbers, steps)
+    table = StepTable(
+        {64: decode, 512: decode.scaled(longer)}, LatencyTable(names, accuracy, tokens, prompts)
+    )
+    context = prompt + answer / 2
+    alone, both = (table.latencies_ms(places, context, n) for n in (0, int(prompt)))
+    sustained = [1.0 / (answer * a / places + b - a) for a, b in zip(alone, both, strict=True)]
+    largest = subnets - 1
+    rate = rng.uniform(0.4 * sustained[largest], 1.05 * sustained[0])
+    token_ms = rng.uniform(1.1, 3.0) * alone[largest]
+    first_ms = rng.uniform(3.0, 20.0) * token_ms + table.latencies_ms(0, 1.0, int(prompt))[largest]
+    pattern, kind = PATTERNS[seed % len(PATTERNS)], rng.random()
+    found = []
+    for now, (length, count) in zip(arrivals(rng, pattern, rate), sizes, strict=True):
+        patient = 1.0 + (kind > 0.7 and rng.random() < 0.5)  # two classes of requests in some settings
+        due = TokenDeadlines(patient**2 * first_ms, patient * token_ms)
+        if kind < 0.2:
+            due = TokenDeadlines.total(first_ms + count * token_ms, count, token_ms)
+        found.append(Prompt(now, length, count, due))
+    return Setting(pattern, rate / sustained[largest], table, token_ms, places, found)
+
+
+def outcome(one: Setting, rows: Sequence[int], thinking: Mapping[int, float] | None = None) -> Facts:
+    """Simulate a setting with some of the subnets; return shares in percent, times in ms."""
+    table = one.table.select(rows)
+    policy = StepPolicy(table, one.token_ms, thinking=thinking)
+    scheduler = StepScheduler(policy, places=one.places, step_tokens=512)
+    tokens, quality, met, answered, first = 0, 0.0, 0, 0.0, []
+    for now, request in replay(deque(sorted(one.prompts, key=lambda prompt: prompt.arrival_ms)), scheduler):
+        count = len(request.tokens)
+        if count == 1:
+            first.append(request.times_ms[0])
+        if count and now <= request.ask.deadlines.latest_ms(request.accepted_ms, count - 1):
+            tokens, quality = tokens + 1, quality + table.accuracy[request.subnets[-1]]
+        if isinstance(request.outcome, Generated) and request.outcome.met:
+            met += 1
+            right = statistics.mean([table.accuracy[i] for i in request.outcome.subnets])
+            if thinking is not None:
+                phase = request.ask.phases[0].tokens or 0
+                right *= solved(phase - (request.ask.answer - request.most))
+            answered += right
+    asked, number = sum(prompt.answer for prompt in one.prompts), len(one.prompts)
+    return {
+        "tokens in time": 100 * tokens / asked,
+        "effective accuracy": quality / asked,
+        "requests in time": 100 * met / number,
+        "quality of requests": answered / number,
+        "first token, P95": float(np.percentile(first, 95)) if first else math.nan,
+    }
+
+
+def differences(pairs: Sequence[tuple[float, float]]) -> Facts:
+    """Return by how much the first of pairs is greater."""
+    found = [a - b for a, b in pairs]
+    return {
+        "mean": statistics.mean(found),
+        "5th percentile": float(np.percentile(found, 5)),
+        "worst": min(found),
+    }
+
+
+def policy(this: Run) -> Facts:
+    """Compare all subnets with each alone, and with the largest at two precisions."""
+    rows: list[Facts] = []
+    for seed in tqdm(range(this.args.first, this.args.first + this.args.settings), "", disable=None):
+        one = setting(seed)
+        last = len(one.table.subnets) - 2
+        contenders = {"all": [*range(last + 2)], "precision": [last, last + 1]}
+        contenders |= {str(i): [i] for i in range(last + 2)}
+        found = {name: outcome(one, ids) for name, ids in contenders.items()}
+        rows.append({"seed": seed, "pattern": one.pattern, "load": one.load, "contenders": found})
+    measures = list(rows[0]["contenders"]["all"])[:4]
+
+    def alone(row: Facts) -> list[Facts]:
+        return [facts for name, facts in row["contenders"].items() if name not in ("all", "precision")]
+
+    against: dict[str, Any] = {}
+    rivals: dict[str, Callable[[Facts], Facts]] = {
+        "the largest": lambda row: alone(row)[-2],
+        "the largest at int8": lambda row: alone(row)[-1],
+        "the smallest": lambda row: alone(row)[0],
+        "the middle one": lambda row: alone(row)[(len(alone(row)) - 1) // 2],
+        "precision alone": lambda row: row["contenders"]["precision"],
+    }
+    for name in measures:
+        for rival, facts_of in rivals.items():
+            pairs = [(row["contenders"]["all"][name], facts_of(row)[name]) for row in rows]
+            against.setdefault(rival, {})[name] = differences(pairs)
+        best = [(row["contenders"]["all"][name], max(one[name] for one in alone(row))) for row in rows]
+        against.setdefault("the best one of each setting", {})[name] = differences(best)
+    worse = [
+        any(
+            all(one[name] >= row["contenders"]["all"][name] + 0.5 for name in measures[2:])
+            for one in alone(row)
+        )
+        for row in rows
+    ]
+    means = {
+        name: {
+            measure: statistics.mean(row["contenders"][name][measure] for row in rows) for measure in measures
+        }
+        for name in ("all", "precision", "0")
+    }
+    means["largest"] = {
+        measure: statistics.mean(alone(row)[-2][measure] for row in rows) for measure in measures
+    }
+    return {"settings": len(rows), "against": against, "means": means, "dominated by 0.5": sum(worse)}
+
+
+def solved(tokens: float) -> float:
+    """Return the probability that a problem is solved with so many tokens to think."""
+    return 1.0 - math.exp(-tokens / 64.0)
+
+
+def thinking(this: Run) -> Facts:
+    """Compare budgets chosen by load with fixed ones, for problems to think about."""
+    most, rows = BUDGETS[-1], []
+    shares = {budget: solved(budget) for budget in BUDGETS}
+    for seed in tqdm(range(this.args.first, this.args.first + this.args.settings // 4), "", disable=None):
+        one = setting(seed)
+        rng = random.Random(seed)
+        table, phases = one.table, [Phase(end=1, tokens=most), Phase()]
+        answer = statistics.mean(prompt.answer for prompt in one.prompts)
+        longer = (
+            answer + rng.uniform(0.1, 0.6) * most
+        ) / answer  # the load asks for budgets between the ends
+        due = TokenDeadlines.total(
+            rng.uniform(1.5, 4.0) * (most + 2 * answer) * one.token_ms, most + int(answer)
+        )
+        prompts = [
+            replace(prompt, arrival_ms=longer * prompt.arrival_ms, answer=most + prompt.answer, phases=phases)
+            for prompt in one.prompts
+        ]
+        prompts = [
+            replace(prompt, deadlines=TokenDeadlines.total(due.total_ms or 0.0, prompt.answer, one.token_ms))
+            for prompt in prompts
+        ]
+        problem = replace(one, prompts=prompts)
+        ids = [*range(len(table.subnets))]
+        found = {"chosen": outcome(problem, ids, shares)}
+        found |= {str(budget): outcome(problem, ids, {budget: shares[budget]}) for budget in BUDGETS}
+        rows.append({name: facts["quality of requests"] for name, facts in found.items()})
+    names = list(rows[0])
+    return {
+        "settings": len(rows),
+        "mean quality": {name: statistics.mean(row[name] for row in rows) for name in names},
+        "against": {name: differences([(row["chosen"], row[name]) for row in rows]) for name in names[1:]},
+        "against the best one of each setting": differences(
+            [(row["chosen"], max(row[name] for name in names[1:])) for row in rows]
+        ),
+    }
+
+
+# -- the text server -----------------------------------------------------------------------------------
+
+
+PLACES, PROMPT, ANSWER = 32, (128, 256), (16, 32)  # active sequences; tokens of prompts and answers
+
+
+def serve_alone(ids: Sequence[int], port: int, folder: Path, token_ms: float) -> None:
+    """Serve some subnets of the embedded language model until the process ends."""
+    import torch
+
+    from subnetact import serve
+    from subnetact.generation import Generator
+    from subnetact.generation import text as embedded
+
+    torch.set_num_threads(1)
+    supernet = embedded.load_text_supernet()
+    specs, table = text_table(supernet, folder)
+    options: Any = {"token_ms": token_ms, "allow_approximate": True, "max_sequences": PLACES}
+    generator = Generator(supernet, [specs[i] for i in ids], table.select(ids), **options)
+    app = serve.build_text_app(generator, embedded.text_tokenizer(), name="docstrings")
+    serve.run(app, port=port)
+
+
+def text_table(supernet: Any, folder: Path) -> tuple[Any, StepTable]:
+    """Return the subnets of the embedded model and their step table, which is measured once."""
+    from subnetact.generation import profile_steps
+    from subnetact.generation import text as embedded
+
+    specs = embedded.switchable_subnets(supernet)
+    known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
+    if not (folder / "prefill.json").exists():
+        right = [known[spec.key] for spec in specs]
+        cells: Any = {"sequences": (1, 8, PLACES), "contexts": (128, 256), "prompt_tokens": (32, 128, 512)}
+        for name, table in profile_steps(supernet, specs, **cells, accuracy=right).to_tables().items():
+            table.save(folder / f"{name}.json")
+    return specs, StepTable.from_tables({p.stem: LatencyTable.load(p) for p in folder.glob("*.json")})
+
+
+@contextmanager
+def server(
+    command: Sequence[str], port: int, path: str = "/v1/models", log: Path | None = None
+) -> Iterator[None]:
+    """Run a server until the block ends."""
+    with (log or Path(os.devnull)).open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            for _ in range(600):
+                with suppress(OSError):
+                    urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
+                    break
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended: {' '.join(command)}")
+                time.sleep(0.2)
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+async def ask(port: int, body: Facts, wait_s: float) -> Facts:
+    """Send one request when its time has come; return when its pieces came, in ms, and who gave them."""
+    await asyncio.sleep(wait_s)
+    begun = time.perf_counter()
+    times: list[float] = []
+    subnets: Facts = {}
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        text = json.dumps({**body, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        writer.write((head + text).encode())
+        status = (await reader.readline()).split()[1].decode()
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                choice: Facts = (json.loads(line[6:]).get("choices") or [{}])[0]
+                times += [1e3 * (time.perf_counter() - begun)] if choice else []
+                subnets = choice.get("subnets") or subnets
+        writer.close()
+    except Exception as error:
+        status = type(error).__name__
+    return {"times": times, "subnets": subnets, **({} if status == "200" else {"error": status})}
+
+
+async def send(port: int, bodies: Sequence[Facts], waits_s: Sequence[float]) -> list[Facts]:
+    """Send all requests at their times."""
+    return await asyncio.gather(*[ask(port, *one) for one in zip(bodies, waits_s, strict=True)])
+
+
+def judged(
+    answers: Sequence[Facts], bodies: Sequence[Facts], right: Mapping[str, float], seconds: float
+) -> Facts:
+    """Return what clients got: a request counts if all of it came by its deadline."""
+    met, first, quality = 0, [], []
+    for answer, body in zip(answers, bodies, strict=True):
+        first += answer["times"][:1]
+        in_time = answer["times"] and answer["times"][-1] <= body["deadline_ms"] and "error" not in answer
+        met += bool(in_time)
+        if in_time and answer["subnets"]:
+            given = answer["subnets"]
+            quality.append(sum(right[name] * n for name, n in given.items()) / sum(given.values()))
+    return {
+        "requests": len(bodies),
+        "violations": 100 * (1 - met / len(bodies)),
+        "goodput, requests/s": met / seconds,
+        "first token, P95": float(np.percentile(first, 95)) if first else math.nan,
+        "quality in time": statistics.mean(quality) if quality else math.nan,
+        "right and in time": sum(quality) / len(bodies),
+    }
+
+
+def live(this: Run) -> Facts:
+    """Serve twice what the largest subnet sustains with every contender."""
+    from subnetact.generation import text as embedded
+
+    supernet = embedded.load_text_supernet()
+    rng, rows = random.Random(0), {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        specs, table = text_table(supernet, folder)
+        last = len(specs) - 1
+        token_ms = 2.0 * table.latencies_ms(PLACES, sum(PROMPT) / 2)[last]
+
+        def body(slack: float) -> Facts:
+            count = rng.randint(*ANSWER)
+            tokens = [rng.randrange(1, 1000) for _ in range(rng.randint(*PROMPT))]
+            due = {"deadline_ms": (slack + count) * token_ms}
+            return {"prompt": tokens, "max_tokens": count, "ignore_eos": True, **due}
+
+        def answers(ids: Sequence[int], bodies: Sequence[Facts], waits: Sequence[float]) -> list[Facts]:
+            command = [sys.executable, __file__, "--serve", *map(str, ids), "--port", str(this.args.port)]
+            command += ["--folder", str(folder), "--token-ms", str(token_ms)]
+            with server(command, this.args.port, "/health"):
+                asyncio.run(send(this.args.port, bodies[:PLACES], [0.0] * PLACES))  # until all is warm
+                return asyncio.run(send(this.args.port, bodies, waits))
+
+        sustained = {}
+        for i in (last, 0):  # as many as all places take, four times, at once
+            many = [{**body(1.0), "deadline_ms": 50_000.0} for _ in range(4 * PLACES)]
+            ends = [one["times"][-1] for one in answers([i], many, [0.0] * len(many))]
+            sustained[f"FFN {embedded.FFN[i]}"] = 1e3 * len(many) / max(ends)
+        rate = 2.0 * sustained[f"FFN {embedded.FFN[last]}"]
+        waits, now = [], 0.0
+        while (now := now + rng.expovariate(rate)) < this.args.seconds:
+            waits.append(now)
+        bodies = [body(20.0) for _ in waits]
+        right = {spec.key: table.accuracy[i] for i, spec in enumerate(specs)}
+        contenders = {f"FFN {embedded.FFN[i]}": [i] for i in range(last, -1, -1)}
+        contenders["all"] = [*range(last + 1)]
+        for name, ids in contenders.items():
+            rows[name] = judged(answers(ids, bodies, waits), bodies, right, this.args.seconds)
+            rows[name]["load of the machine"] = os.getloadavg()[0]
+            print(name, rows[name], flush=True)
+    return {"sustained, requests/s": sustained, "rate": rate, "token_ms": token_ms, "rows": rows}
+
+
+def tokenizer_folder(folder: Path) -> None:
+    """Write the tokenizer of the embedded model where load generators of the field can read it."""
+    from transformers import PreTrainedTokenizerFast
+
+    from subnetact.generation import text as embedded
+
+    make: Any = PreTrainedTokenizerFast
+    tokens = make(tokenizer_object=embedded.text_tokenizer(), eos_token=embedded.END)
+    tokens.save_pretrained(str(folder / "tokenizer"))
+
+
+def generator_of_load(this: Run, command: Sequence[str], pattern: str) -> tuple[Path, list[Facts]]:
+    """Run a load generator against the text server; return its folder and the files it wrote."""
+    folder = Path(tempfile.mkdtemp())
+    tokenizer_folder(folder)
+    serve = [sys.executable, "-c", SERVE, "--text", "--slo-ms", "60000", "--port", str(this.args.port)]
+    with server(serve, this.args.port, "/health", folder / "server.log"):
+        subprocess.run(
+            [*command],
+            cwd=folder,
+            check=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+    return folder, [json.loads(path.read_text()) for path in folder.rglob(pattern)]
+
+
+def aiperf(this: Run) -> Facts:
+    """Let AIPerf send requests at the times of Azure's trace."""
+    url, count = f"http://127.0.0.1:{this.args.port}", this.args.requests
+    rng = random.Random(0)
+    start = rng.randrange(10000)
+    times = trace("azure_llm2023_conv_arrivals")["arrival_ms"][start : start + count].astype(float)
+    schedule = Path(tempfile.mkdtemp()) / "schedule.jsonl"
+    scale = (times[-1] - times[0]) / (1e3 * count / this.args.rate)
+    sizes = lengths(rng, 64, 32, count)
+    lines = [
+        {"timestamp": int((now - times[0]) / scale), "input_length": prompt, "output_length": answer}
+        for now, (prompt, answer) in zip(times, sizes, strict=True)
+    ]
+    schedule.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    options = [
+        "profile",
+        "--model",
+        "docstrings",
+        "--url",
+        url,
+        "--endpoint-type",
+        "completions",
+        "--streaming",
+    ]
+    options += ["--tokenizer", "./tokenizer", "--extra-inputs", "ignore_eos:true", "--ui", "none"]
+    options += ["--input-file", str(schedule), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
+    options += ["--goodput", "time_to_first_token:2000 inter_token_latency:200"]
+    _, found = generator_of_load(this, [this.args.aiperf, *options], "profile_export_aiperf.json")
+    facts = found[0]
+    names = ["request_count", "error_request_count", "goodput", "good_request_count", "request_throughput"]
+    names += ["time_to_first_token", "inter_token_latency", "output_token_throughput"]
+    kept = {name: facts.get(name) or {"avg": 0.0} for name in names}  # without errors they are not named
+    told = {
+        name: {key: one[key] for key in ("unit", "avg", "p50", "p95") if key in one}
+        for name, one in kept.items()
+    }
+    return {"schedule": "Azure LLM 2023", **told}
+
+
+def guidellm(this: Run) -> Facts:
+    """Let guidellm send requests."""
+    url = f"http://127.0.0.1:{this.args.port}"
+    options = [
+        "benchmark",
+        "run",
+        "--target",
+        url,
+        "--model",
+        "docstrings",
+        "--request-type",
+        "text_completions",
+    ]
+    options += ["--profile", "constant", "--rate", "4", "--max-requests", str(min(this.args.requests, 100))]
+    options += ["--data", "prompt_tokens=32,output_tokens=12", "--processor", "./tokenizer"]
+    options += ["--output-path", "out.json", "--disable-console"]
+    _, found = generator_of_load(this, [this.args.guidellm, *options], "out.json")
+    (one,) = found[0]["benchmarks"]
+    totals = one["metrics"]["request_totals"]
+    return {"requests": totals}
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def report(known: Facts) -> Iterator[str]:
+    """Yield the figures of the page."""
+    for part, facts in known.items():
+        device = facts["machine"]
+        where = (
+            f"{device['device_name']}, {device['cpus']} CPUs, load {device['load']}, torch {device['torch']}"
+        )
+        yield f"### {part} ({where})"
+        yield ""
+        if part == "policy":
+            measures = list(next(iter(facts["against"].values())))
+            yield f"All minus a rival, points, in {facts['settings']} settings: mean (5th percentile)."
+            yield ""
+            yield "| against | " + " | ".join(measures) + " |"
+            yield "|---" * (1 + len(measures)) + "|"
+            for rival, found in facts["against"].items():
+                cells = [f"{found[m]['mean']:+.2f} ({found[m]['5th percentile']:+.2f})" for m in measures]
+                yield f"| {rival} | " + " | ".join(cells) + " |"
+            yield ""
+            yield (
+                f"In {facts['dominated by 0.5']} settings one subnet alone is better by 0.5 points in "
+                "both the requests in time and their quality."
+            )
+        elif part == "thinking":
+            yield f"Mean quality in {facts['settings']} settings; chosen minus fixed: mean (5th percentile)."
+            yield ""
+            yield "| budget | mean quality, % | chosen minus this |"
+            yield "|---|---|---|"
+            for name, value in facts["mean quality"].items():
+                found = facts["against"].get(name)
+                cell = f"{found['mean']:+.2f} ({found['5th percentile']:+.2f})" if found else ""
+                yield f"| {name} | {value:.2f} | {cell} |"
+        elif part == "live":
+            rows = facts["rows"]
+            columns = list(rows["all"])
+            yield "| contender | " + " | ".join(columns) + " |"
+            yield "|---" * (1 + len(columns)) + "|"
+            for name, row in rows.items():
+                yield f"| {name} | " + " | ".join(f"{row[column]:.1f}" for column in columns) + " |"
+        else:
+            yield "```json"
+            shown = {name: value for name, value in facts.items() if name != "machine"}
+            yield json.dumps(shown, indent=1)
+            yield "```"
+        yield ""
+
+
+def main() -> None:
+    """Measure the parts."""
+    parts = {"policy": policy, "thinking": thinking, "live": live, "aiperf": aiperf, "guidellm": guidellm}
+    parser = options_of(__doc__, "language_load", parts)
+    parser.add_argument("--settings", type=int, default=200)
+    parser.add_argument("--first", type=int, default=1000, help="seed of the first setting")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of the live trace")
+    parser.add_argument("--requests", type=int, default=1000, help="of the load generators")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests/s of the load generators")
+    parser.add_argument("--aiperf", default="aiperf")
+    parser.add_argument("--guidellm", default="guidellm")
+    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--serve", type=int, nargs="+", help="serve these subnets, and nothing else")
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--token-ms", type=float, default=50.0)
+    args = parser.parse_args()
+    import_torchvision()
+    if args.serve:
+        serve_alone(args.serve, args.port, args.folder, args.token_ms)
+        return
+    run(parser, "language_load", parts, report, ("transformers",))
+
+
+if __name__ == "__main__":
+    main()
