@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -108,9 +108,9 @@ def _at(row: SizeRow, positions: tuple[int, ...]) -> tuple[int, ...]:
 
 def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     """Return what caches depend on, or None if no layer takes one; run the example, or `dummy_inputs`."""
-    network = supernet.network
+    modules: dict[str, nn.Module] = dict(supernet.network.named_modules())
     arguments: dict[str, CacheArgument] = {}
-    for path, stack in network.named_modules():
+    for path, stack in modules.items():
         inside = any(path.startswith(f"{layer}.") for layer in arguments)
         if inside or not isinstance(template_of(stack), nn.ModuleList | nn.Sequential):
             continue
@@ -121,10 +121,10 @@ def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
     if not arguments:
         return None
     started = _started(supernet, arguments, example)
-    found = tuple(_layer(network, path, argument, started) for path, argument in arguments.items())
+    found = tuple(_layer(modules, path, argument, started) for path, argument in arguments.items())
     gates = {layer.kept[0] for layer in found if layer.kept}
     layers = tuple(f"{path}." for path in arguments)
-    outside = _positions(m for path, m in network.named_modules() if not f"{path}.".startswith(layers))
+    outside = _positions(m for path, m in modules.items() if not f"{path}.".startswith(layers))
     return CacheRules(tuple(sorted(outside - gates)), found)
 
 
@@ -160,9 +160,11 @@ def _started(supernet: Supernet, arguments: dict[str, CacheArgument], example: A
     return started if failure(partial(view, use_cache=True), example) is None else {}
 
 
-def _layer(network: nn.Module, path: str, argument: CacheArgument, started: dict[str, int]) -> CacheLayer:
+def _layer(
+    modules: Mapping[str, nn.Module], path: str, argument: CacheArgument, started: Mapping[str, int]
+) -> CacheLayer:
     above, _, own = path.rpartition(".")
-    stack, layer = network.get_submodule(above), network.get_submodule(path)
+    stack, layer = modules[above], modules[path]
     gate = stack.gate(own) if isinstance(stack, LayerSelect) else None
     found = {f"{path}.{name}".rstrip("."): attention for name, attention in attentions(layer)}
     after: dict[str, set[int]] = {}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
+from subnetact.insertion.tensor_memo import forgotten
 from subnetact.operators import ElasticAttribute
 from subnetact.space import Slot, SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -74,6 +75,7 @@ class Proof:
         self._exact = self._is_double = self._modules = False
         self._tries: tuple[list[Any], bool] = self.inputs, True
         self.proved = ProvedInputs(model)
+        self.proved.memos = forgotten(model)
         self._trials = 0
 
     def failure(self) -> tuple[str, dict[str, str]] | None:

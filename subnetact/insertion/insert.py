@@ -7,7 +7,7 @@ Why a model is refused:
 2. the arguments: their combination, `insert_`; an option or a pattern without a module, `describe` and
    `_patterns`; all here;
 3. it is in training mode, does not run on the example, returns no floating-point tensors or nothing finite,
-   or answers by what earlier calls have left in a dictionary: `_runs`, here;
+   or answers by what earlier calls have left in a dictionary: `_runs` and `_cases`, here;
 4. it cannot be traced, and it declares nothing: `TracedModel` in `analysis.py`;
 5. nothing is elastic: `_nothing`, here, with the reasons of `analysis.py`, `declaration.py`, `skippable.py`;
 6. choices that are no legal sizes or name no group or stage, segments that overlap, and names or parts that
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -48,7 +48,7 @@ from subnetact.insertion.fold import computed_tensors
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import embedding_of, layer_stacks, vocabulary_of
 from subnetact.insertion.skippable import stages_of
-from subnetact.insertion.tensor_memo import forget_, forgetting, tensor_memos
+from subnetact.insertion.tensor_memo import forget_, tensor_memos
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.layer_traits import traits_of
@@ -56,12 +56,12 @@ from subnetact.operators.shards import shards
 from subnetact.operators.skipped_layer import RECORDING
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
-from subnetact.supernet.adapters import is_adapter, without_adapters
+from subnetact.supernet.adapters import adapted, is_adapter, take_off_adapters_
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import private_copy
+from subnetact.supernet.unused_weights import private_copy, structure_copy
 
 _log = logging.getLogger(__name__)
 SHARES = (0.5, 0.75, 1.0)
@@ -133,28 +133,26 @@ def describe(
     axes, chosen = tuple(named), cast(Any, choices)
     if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
-    _check_model(model)
-    with without_adapters(model):
-        examples = _examples(example)
-        patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
-        cases = [(x, _runs(model, x)) for x in examples]
-        with forgetting(model):
-            found = _found(model, examples[0], axes, each_block, stream)
-        kept, stages, refused = _selected(model, found, axes, *patterns)
-        words = vocabulary_of(model, [*kept, *stages])
-        description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
-        if not description.slots:
-            raise InsertError(_nothing(model, description))
-        asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
-        if chosen is not None:
-            asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
-        if asked.get("experts") is SHARES:
-            del asked["experts"]
-            for group in (g for g in description.groups.values() if g.axis == "experts"):
-                description = description.with_choices(group.name, range(group.least, group.full + 1))
-        for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
-            description = description.with_choices(pattern, given)
-        return _proved(model, description, cases) if proof else description
+    model, examples = _specimen(model), _examples(example)
+    patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
+    cases = _cases(model, examples)
+    kept, stages, refused = _selected(
+        model, _found(model, examples[0], axes, each_block, stream), axes, *patterns
+    )
+    words = vocabulary_of(model, [*kept, *stages])
+    description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
+    if not description.slots:
+        raise InsertError(_nothing(model, description))
+    asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
+    if chosen is not None:
+        asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
+    if asked.get("experts") is SHARES:
+        del asked["experts"]
+        for group in (g for g in description.groups.values() if g.axis == "experts"):
+            description = description.with_choices(group.name, range(group.least, group.full + 1))
+    for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
+        description = description.with_choices(pattern, given)
+    return _proved(model, description, cases) if proof else description
 
 
 def insert_(
@@ -205,7 +203,7 @@ def insert_(
     """
     examples = [] if example is None else _examples(example)
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
-        _check_model(model, by_hand=True)
+        _check_model(model)
         supernet = _inserted(model, description, elastic)
         try:
             for x in examples:
@@ -223,26 +221,33 @@ def insert_(
         description = describe(model, example, **options)
         if elastic is not None:
             description = description.override(elastic)
-    elif isinstance(description, Description) and elastic is None and not options and example is not None:
-        _check_model(model)
-    else:
+    elif not isinstance(description, Description) or example is None or elastic is not None or options:
         raise InsertError(
             "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
             "(insert_(model, description, example=x)), or a model, a space and an elastic description "
             "(insert_(model, space, elastic))"
         )
     if not proved:
-        with without_adapters(model):
-            cases = [(x, _runs(model, x)) for x in examples]
-            description = _proved(model, description, cases, leave_out=False)
+        specimen = _specimen(model)
+        description = _proved(specimen, description, _cases(specimen, examples), leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
-    supernet.proved = description.proved
-    supernet.note_state(description.proved.state if description.proved else ())
-    forget_(supernet.network)
-    supernet.description = description
+    supernet.description, found = description, description.proved
+    if found is not None:
+        supernet.proved = found
+        supernet.note_state(found.state)
+        forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in found.memos)
     if supernet.norm_operators():
         supernet.adopt_statistics()
     return guard_caches_(supernet, examples[0])
+
+
+def _specimen(model: nn.Module) -> nn.Module:
+    """Return a copy of the structure of a model, without adapters, for all trials; refuse others."""
+    _check_model(model)
+    copied = structure_copy(model)
+    _refuse(copied, _unseen)
+    take_off_adapters_(copied)
+    return copied
 
 
 def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
@@ -392,9 +397,8 @@ def _proved(
 ) -> Description:
     """Return the description without what fails its proof; otherwise refuse the description."""
     while True:
-        with forgetting(model):
-            proof = Proof(model, description, cases)
-            failure = proof.failure()
+        proof = Proof(model, description, cases)
+        failure = proof.failure()
         if failure is None:
             description.proved = proof.proved
             return description
@@ -446,17 +450,22 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
         if not any(t.numel() for t in found):
             what, search = "empty outputs", "give an example in which it finds something"
         raise InsertError(f"{kind} returns {what}, with which no subnet can be compared; {search}")
-    _check_memos(model, example)
     return found
 
 
-def _check_memos(model: nn.Module, example: Any) -> None:
-    """Refuse a model whose answers depend on what its constructor or earlier calls left in dictionaries."""
+def _cases(model: nn.Module, examples: list[Any]) -> list[Case]:
+    """Return the examples with what the model returns, which from then on keeps no tensors in dictionaries.
+
+    A model is refused whose answers depend on what its constructor or earlier calls left there.
+    """
+    cases = [(x, _runs(model, x)) for x in examples]
     memos = tensor_memos(model)
-    if memos:
-        kept, alike = outputs_of(model, example), False
-        with forgetting(model), suppress(Exception):  # It may need what it does not compute.
-            alike = equal(outputs_of(model, example), kept, EXACT)
+    kept = [outputs_of(model, x) for x in examples if memos]
+    forget_((module, name) for _, module, name in memos)
+    for x, expected in zip(examples, kept, strict=False):
+        alike = False
+        with suppress(Exception):  # It may need what it does not compute.
+            alike = equal(outputs_of(model, x), expected, EXACT)
         if not alike:
             path, _, name = memos[0]
             raise InsertError(
@@ -464,6 +473,7 @@ def _check_memos(model: nn.Module, example: Any) -> None:
                 "not at all without them; what a subnet answers must not depend on earlier calls: compute "
                 "them in every forward, or register them as buffers"
             )
+    return cases
 
 
 def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:
@@ -478,7 +488,7 @@ def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[s
     return list[str](patterns)
 
 
-def _check_model(model: nn.Module, by_hand: bool = False) -> None:
+def _check_model(model: nn.Module) -> None:
     """Refuse models that cannot become supernets, before anything is done."""
     if not isinstance(model, nn.Module):
         raise InsertError(f"expected a model, got {type(model).__name__}; give an nn.Module")
@@ -492,9 +502,12 @@ def _check_model(model: nn.Module, by_hand: bool = False) -> None:
             f"{type(model).__name__} was extracted, and notes whose weights fill its key-value caches; give "
             "subnetact.insertion.as_pretrained(extracted, example), which is an ordinary model"
         )
+    _refuse(model, _obstacle)
+
+
+def _refuse(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
     for path, module in model.named_modules():
-        reason = _obstacle(module) or (None if by_hand else _unseen(module))
-        if reason is not None:
+        if (reason := reason_of(module)) is not None:
             raise InsertError(f"{_called(model, path)} {reason}")
 
 

@@ -8,8 +8,7 @@ supernet, such a dictionary seems empty whenever it is asked, so every call comp
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,27 +49,20 @@ def tensor_memos(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
         return isinstance(value, Tensor) and value.is_floating_point() and id(value) not in registered
 
     return [
-        (path, template_of(module), name)
+        (path, module, name)
         for path, module in model.named_modules()
-        for name, value in vars(template_of(module)).items()
+        for name, value in vars(module).items()
         if isinstance(value, dict) and name not in ordinary and any(map(kept, value.values()))
     ]
 
 
-def forget_(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Let a network compute in each call what it keeps in dictionaries; return these and their places."""
-    former = [(module, name, vars(module)[name]) for _, module, name in tensor_memos(model)]
-    for module, name, _ in former:
-        object.__setattr__(module, name, _Forgetful())
-    return former
+def forget_(memos: Iterable[tuple[nn.Module, str]]) -> None:
+    """Let modules compute in each call what they keep in dictionaries, their attributes of these names."""
+    for module, name in memos:
+        object.__setattr__(template_of(module), name, _Forgetful())
 
 
-@contextmanager
-def forgetting(model: nn.Module) -> Iterator[None]:
-    """Let a network forget for a while."""
-    former = forget_(model)
-    try:
-        yield
-    finally:
-        for module, name, value in former:
-            object.__setattr__(module, name, value)
+def forgotten(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the places of the dictionaries that forget: path of the module, attribute."""
+    held = ((path, vars(module).items()) for path, module in model.named_modules())
+    return [(path, name) for path, own in held for name, value in own if isinstance(value, _Forgetful)]

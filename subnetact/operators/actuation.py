@@ -77,11 +77,6 @@ class Actuation:
         inner: dict[str, Any] = {"_changes": {}, "_calls": {}, "_buffered": (None, [])}
         return {**vars(self), "supernet": _no_supernet, **inner}
 
-    def join(self, network: nn.Module) -> None:
-        """Watch the calls of a network."""
-        network.register_forward_pre_hook(self.begin)
-        network.register_forward_hook(self.end, always_call=True)
-
     def leave(self, network: nn.Module) -> None:
         """Watch the calls of a network no longer."""
         held = vars(network)

@@ -11,7 +11,7 @@ Which file answers which question:
 - `measurements`: what was measured so far, and how does it survive a kill?
 - `window`: how is a call timed?
 - `stability`: when is the median of a cell known well enough?
-- `modes`: how is a subnet run, and what does a timed call include?
+- `modes`: how is a subnet run?
 """
 
 from subnetact.profile.sweep import profile_latency

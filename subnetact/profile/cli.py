@@ -20,7 +20,7 @@ from subnetact.errors import DeviceError, InvalidRequest, SubnetActError
 from subnetact.latency.origin import count_stable, unsure
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
-from subnetact.profile.modes import BESIDE, INCLUDES, MODES
+from subnetact.profile.modes import BESIDE, MODES
 from subnetact.profile.options import add_options, arguments_of, call_with_options
 from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest
@@ -93,7 +93,6 @@ def build_parser() -> argparse.ArgumentParser:
         "precision": {"choices": tuple(PRECISIONS)},
         "subnets": {"default": None},
         "mode": {"choices": MODES},
-        "include": {"choices": INCLUDES},
         "beside": {"choices": BESIDE},
         "device": {"default": "cuda" if torch.cuda.is_available() else "cpu"},
         "compare": {"nargs": 2},

@@ -1,9 +1,9 @@
-"""How a profile runs a subnet: the modes of an engine, and what a timed call includes."""
+"""How a profile runs a subnet: the modes of an engine, or ordinary modules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from subnetact.engine.inputs import batch_like
 from subnetact.engine.runtime_program import RUNTIMES
 from subnetact.errors import DeviceError, TableError
 from subnetact.latency.table import AS_SERVED
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import call_with
 
 BACKENDS = {
     "zero-copy": "fused",
@@ -30,7 +30,6 @@ BESIDE = ("view", "extract")
 MODES = (*BACKENDS, *BESIDE)
 """How a subnet is run: by an engine with one of these backends, or as an ordinary module, which shares the
 supernet's weights (view) or has its own (extract)."""
-INCLUDES = ("h2d",)
 
 
 def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
@@ -41,17 +40,10 @@ def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
     }
 
 
-def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
+def check_mode(mode: str, device: torch.device) -> None:
     """Refuse a mode, or an addition to the timed call, that a device does not have."""
     if mode == "graphs" and device.type != "cuda":
         raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose fused or zero-copy")
-    if "h2d" in include and device.type == "cpu":
-        raise DeviceError("include: on a CPU no input is copied to a device; leave h2d out")
-
-
-def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
-    """Return the facts of a table's stamp that say how its subnets were run."""
-    return {"program": "engine", "mode": mode, "include_h2d": "h2d" in include}
 
 
 class ScriptedProgram:
@@ -96,7 +88,7 @@ def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
     if mode not in MODES or not is_engine:
         allowed = ", ".join((*MODES, AS_SERVED)) if is_engine else f"{AS_SERVED}; others are for an Engine"
         raise TableError(f"mode: {mode!r} is none of {type(engine).__name__}; choose from {allowed}")
-    check_mode(mode, (), engine.device)
+    check_mode(mode, engine.device)
     options = mode_options(mode, engine.config.memory_budget_mb)
     config = replace(engine.config, pinned=(), prepared=(), **options)
     return engine if mode in BESIDE else Engine.from_config(engine.supernet, config), mode
@@ -105,11 +97,9 @@ def engine_in_mode(engine: Any, mode: str | None) -> tuple[Any, str]:
 class TimedRunner:
     """Makes the calls to time: of an engine with the `mode_options` of a mode, or of one as it is served."""
 
-    def __init__(
-        self, engine: Any, mode: str = AS_SERVED, include: Sequence[str] = (), sample: Any = None
-    ) -> None:
+    def __init__(self, engine: Any, mode: str = AS_SERVED, sample: Any = None) -> None:
         self.engine, self.mode = engine, mode
-        self.facts = {**run_facts(mode, include), "program": engine.program}
+        self.facts = {"program": engine.program, "mode": mode}
         # What a journal of an engine that runs its subnets in another way must not have.
         if mode == AS_SERVED and isinstance(engine, Engine):
             modes = {engine.mode_of(i) for i in engine.ids}
@@ -137,11 +127,7 @@ class TimedRunner:
         if self.mode in ("fused", *RUNTIMES):
             self._pin(subnet)
         with torch.inference_mode():
-            if self.facts["include_h2d"]:
-                host, device = map_tensors(lambda part: part.cpu().pin_memory(), x), self.engine.device
-                yield lambda: run(map_tensors(lambda part: part.to(device, non_blocking=True), host))
-            else:
-                yield lambda: run(x)
+            yield lambda: run(x)
 
     def _pin(self, subnet: int) -> None:
         """Let a subnet run as a fused program; those that were measured before may take its room."""

@@ -31,7 +31,7 @@ from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fractions
 from subnetact.latency.pareto import non_dominated
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.modes import TimedRunner, check_mode, mode_options, run_facts
+from subnetact.profile.modes import TimedRunner, check_mode, mode_options
 from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment, weights_of
@@ -52,7 +52,6 @@ class ProfileJob:
             fused program, on CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile
             (inductor); view or extract: ordinary modules, with the supernet's weights or with their own.
         beside: view and extract are measured too, in turns with `mode`, as statistics such as p50_of_extract.
-        include: time this too; h2d: the copy of the input to the device (CUDA only).
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB (default: that of an engine, 1.25
             times the weights, at most 1024).
         calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches of inputs
@@ -71,7 +70,6 @@ class ProfileJob:
     device: str = "cpu"
     mode: str = "zero-copy"
     beside: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
     memory_budget_mb: float | None = None
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
@@ -96,7 +94,7 @@ def checked(
     resumes = job.resume and job.work.exists()
     for made in filter(Path.is_file, () if resumes else (job.out, job.scheduler_out)):
         _require_own(made, command)
-    check_mode(job.mode, job.include, find_device(job.device))
+    check_mode(job.mode, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     budget_bytes(job.memory_budget_mb)
     outputs = (("out", job.out, False), ("save-bundle", job.save_bundle, True))
@@ -126,7 +124,7 @@ def _require_own(path: Path, command: Sequence[str]) -> None:
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
-    facts = {**weights_of(source.supernet), **run_facts(job.mode, job.include)}
+    facts = {**weights_of(source.supernet), "program": "engine", "mode": job.mode}
     facts = environment(facts, find_device(job.device), source.sample, job.settings)
     options = {"batch_sizes": job.batch_sizes, **asked(job, source)}
     if not job.resume and (job.work / "done").exists():
@@ -185,7 +183,7 @@ def _runner(
         allow_uncalibrated=True,
         **mode_options(job.mode, job.memory_budget_mb),
     )
-    return TimedRunner(engine, job.mode, job.include)
+    return TimedRunner(engine, job.mode)
 
 
 def _quick_medians(

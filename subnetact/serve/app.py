@@ -16,7 +16,7 @@ from subnetact import __version__
 from subnetact.errors import InvalidRequest
 from subnetact.serve import inference
 from subnetact.serve.base_app import BaseApp, Exchange
-from subnetact.serve.exchange import CommonModel, Refusal, Terms, read_json, reply
+from subnetact.serve.exchange import CommonModel, Refusal, Terms, reply
 from subnetact.serve.inference import Model, PlainTerms
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import Signature, named_tensors
@@ -119,9 +119,6 @@ class ServeApp(BaseApp):
         self.get("/v2/models", lambda: reply({"models": [name]}))
         self.get("/v2/health/live", lambda: reply({"live": True}), open_=True)
         self.get("/v2/health/ready", self._ready, open_=True)
-        self.add("POST", "/v2/repository/index", self._index)
-        for action in ("load", "unload"):
-            self.add("POST", f"/v2/repository/models/{{name}}/{action}", partial(self._change, action))
         taken = inference.tensors_taken(self, self.model)
         for path in ("/v2/models/{name}/versions/{version}", "/v2/models/{name}"):
             self.get(path, lambda: reply(self.model.metadata()))
@@ -136,29 +133,6 @@ class ServeApp(BaseApp):
     def _ready(self, **facts: str) -> Response:
         reason = self.unready()
         return reply({**facts, "ready": not reason}, 503 if reason else 200)
-
-    def interface(self) -> dict[str, Any]:
-        """Return what clients see of the model besides its version."""
-        return self.model._replace(version="").metadata()
-
-    async def _index(self, exchange: Exchange) -> Response:
-        """List the one model there is."""
-        async with self.body(exchange, self.body_bytes):
-            state = {"state": "UNAVAILABLE" if (reason := self.unready()) else "READY", "reason": reason}
-            return reply([{"name": self.model.name, "version": self.model.version, **state}])
-
-    async def _change(self, action: str, exchange: Exchange) -> Response:
-        """Load the model again from where it came."""
-        async with self.body(exchange, self.body_bytes) as raw:
-            body = read_json(raw) if raw else {}
-            if not isinstance(body, dict):
-                raise InvalidRequest("body: not a JSON object; send {}, or an empty body")
-            if body.get("parameters"):
-                raise InvalidRequest("parameters: the model is loaded from where it came; leave them out")
-            if action == "unload" or self.reload is None:
-                raise InvalidRequest(f"{action}: this server cannot; end it, or start another one")
-            await self.reload()
-            return reply({})
 
     def prometheus(self) -> str:
         """Return metrics in Prometheus' text format."""

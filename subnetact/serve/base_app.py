@@ -173,8 +173,7 @@ class BaseApp:
         self.access = Access(tokens or {})
         self.hosts = {"*"} if allowed_hosts is None else set(map(_host, allowed_hosts))
         self.held_bytes = 0  # of all bodies
-        self.closing, self._close, self.under_way = False, close, 0  # exchanges
-        self.reload: Callable[[], Awaitable[None]] | None = None
+        self.closing, self._close = False, close
         self.responses: Counter[tuple[str, str, str]] = Counter()
         self.latencies_ms: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(MILLISECONDS))
         self.paths: dict[str, Any] = {}
@@ -196,7 +195,6 @@ class BaseApp:
         if scope["type"] != "http":
             return await self.router(scope, receive, send)
         exchange = Exchange(self, scope, receive, send)
-        self.under_way += 1
         try:
             exchange.identify(fields := _fields(scope["headers"], self.limits.header_bytes))
             self._check_host(fields.get("host", ""))
@@ -211,7 +209,6 @@ class BaseApp:
                 told = self.error_document(refusal, exchange.path)
                 await reply(told, refusal.status, refusal.headers)(scope, receive, exchange.send)
         finally:
-            self.under_way -= 1
             if not exchange.counted:
                 exchange.count(GONE[0])
 
@@ -265,21 +262,6 @@ class BaseApp:
         self.closing = True
         self._close(drain)
         self.threads.shutdown()
-
-    def interface(self) -> dict[str, Any]:
-        """Return what clients see of what is served, and no other application may change."""
-        return {}
-
-    def succeed(self, former: BaseApp) -> None:
-        """Go on with the counts of the application whose place this one takes.
-
-        Raises:
-            ServeError: clients of the former one would have to change.
-        """
-        own, others = self.interface(), former.interface()
-        if own != others:
-            raise ServeError(f"bundle: it is {own}, the server's is {others}; start another server for it")
-        self.responses, self.latencies_ms, self.reload = former.responses, former.latencies_ms, former.reload
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""

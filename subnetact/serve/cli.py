@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup(args.log_level, args.log_format == "json")
         app = _open(args)
         try:
-            run(app, args.host, args.port, args.grace_s, reopen=partial(_open, args))
+            run(app, args.host, args.port, args.grace_s)
         finally:
             app.close(drain=False)
 

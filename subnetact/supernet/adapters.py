@@ -7,8 +7,6 @@ slice of the product. Other adapters of an elastic layer are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -55,18 +53,10 @@ def adapted(module: Any) -> Any:
     return module
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model have the layers themselves in the places of their adapters meanwhile."""
-    modules = [module for module in model.modules() if not is_adapter(module)]
-    places = [(m._modules, n, layer) for m in modules for n, layer in m._modules.items() if is_adapter(layer)]
-    try:
-        for registry, name, layer in places:
-            registry[name] = adapted(layer)
-        yield
-    finally:
-        for registry, name, layer in places:
-            registry[name] = layer
+def take_off_adapters_(model: nn.Module) -> None:
+    """Put the layers themselves into the places of their adapters."""
+    for registry in [module._modules for module in model.modules() if not is_adapter(module)]:
+        registry.update({name: adapted(layer) for name, layer in registry.items()})
 
 
 def require_no_adapters(network: nn.Module, act: str) -> None:

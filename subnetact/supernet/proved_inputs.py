@@ -31,6 +31,7 @@ class ProvedInputs:
         self.names = [*names, *map(str, range(1, MOST_UNNAMED))]  # of `*args`, too
         self.forms: set[Hashable] = set()
         self.state: list[str] = []  # the buffers that the forward wrote
+        self.memos: list[tuple[str, str]] = []  # the dictionaries in which it kept tensors: path, attribute
         self.warned = False
 
     def form(self, x: Any) -> tuple[Any, bool]:

@@ -172,7 +172,8 @@ class Supernet(ReadThrough):
         self._hold(network)
         self._largest = space.largest()
         self._actuation = Actuation(self._run_of(self._largest), self._own(NormTable(space.id)))
-        self._actuation.join(network)
+        network.register_forward_pre_hook(self._actuation.begin)
+        network.register_forward_hook(self._actuation.end, always_call=True)
         self._actuation.supernet = weakref.ref(self)
         for operator in operators_in(network):
             operator.actuation = self._actuation

@@ -676,7 +676,7 @@ def test_a_model_that_cannot_be_copied_as_a_whole_becomes_elastic() -> None:
 def test_a_memo_that_is_keyed_by_shape_does_not_grow() -> None:
     network: Any = nn.Linear(2, 2)
     network.memo = {0: torch.zeros(2)}
-    forget_(network)
+    forget_([(network, "memo")])
     for key in range(1000):
         network.memo[key] = torch.zeros(2)
     assert float(network.memo[999].sum()) == 0

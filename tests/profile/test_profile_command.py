@@ -294,7 +294,6 @@ WRONG: list[tuple[str, str]] = [  # options, of which the last word is not split
     ("--subnets random:2 --calibrate-on x.npy", "not readable as an array"),
     ("--out /none/t.json", "folder that exists"),
     ("--mode graphs", "for cuda"),
-    ("--include h2d", "leave h2d out"),
     ("--subnets random:2 --accuracy 70 p.pth", "only one of them"),
     ("--accuracy /none.pth", "/none.pth is no file"),
     ("--fit-subnets 3", "0 or at least 8"),
