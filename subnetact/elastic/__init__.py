@@ -8,7 +8,6 @@
 - `hub.py`: a bundle at the hub of Hugging Face.
 - `in_transformers.py`: what `import subnetact` adds to transformers: the keyword `subnet`, and a model type.
 - `opened_subnet.py`: what that keyword opens.
-- `images.py`: the accuracy of every subnet on a folder of images.
 - `language_model.py`: a subnet for lm-eval.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m subnetact.elastic FOLDER`: checks a bundle, prints its model card, or measures its subnets."""
+"""`python -m subnetact.elastic FOLDER`: checks a bundle, or prints its model card."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 
 from subnetact.command import reported, run_command
 from subnetact.elastic.card import model_card, require_servable, validated
-from subnetact.elastic.images import evaluate_images
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,16 +13,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m subnetact.elastic", description=__doc__)
     parser.add_argument("folder", help="folder that save_pretrained() or Engine.save() wrote")
     parser.add_argument("--card", action="store_true", help="print its model card, for a README.md")
-    parser.add_argument("--evaluate", metavar="IMAGES", help="measure the subnets on a folder of images")
-    parser.add_argument("--size", type=int, default=224, help="of these images, in pixels (default 224)")
     return reported(_run, parser.parse_args(arguments), "elastic")
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.evaluate:
-        for name, percent in evaluate_images(args.folder, args.evaluate, args.size).items():
-            print(f"{name}: {percent:.2f} % of {args.evaluate}")
-        return
     document, tables, supernet = validated(args.folder)
     if args.card:
         print(model_card(document, tables, supernet), end="")

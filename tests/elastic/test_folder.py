@@ -279,31 +279,3 @@ def test_a_network_of_the_user_is_given_and_filled(tmp_path: Path) -> None:
             tmp_path / "g", factory={"library": "torchvision", "name": "resnet18", "arguments": {}}
         )
     assert not (tmp_path / "g").exists()
-
-
-def test_subnets_are_measured_on_images(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import shutil
-
-    from PIL import Image
-
-    folder = tmp_path / "f"
-    shutil.copytree(saved / "torchvision", folder)
-    network: Any = from_pretrained(folder, "large")
-    draws = torch.randint(0, 256, (30, 64, 64, 3), generator=torch.Generator().manual_seed(0)).byte()
-    scaled = draws[:, 16:48, 16:48].permute(0, 3, 1, 2) / 255  # of the size that the middle has
-    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    answers = network((scaled - mean) / std).argmax(1)
-    for i, (image, answer) in enumerate(zip(draws, answers, strict=True)):
-        place = tmp_path / "images" / str((int(answer) + (0 if i % 3 else 1 + i // 3 % 4)) % 5)
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image[14:51, 14:51].numpy()).save(place / f"{i}.png")  # 32 pixels and a margin
-    assert main([str(folder), "--evaluate", str(tmp_path / "images"), "--size", "32"]) == 0
-    assert "large: 66.67 %" in capsys.readouterr().out
-    quality = json.loads((folder / "elastic.json").read_text())["subnets"]["large"]["quality"]["accuracy"]
-    assert quality["value"] == pytest.approx(66.6667, abs=1e-3)
-    assert quality["source"].startswith("30 images in 5 classes of ")
-    shutil.rmtree(tmp_path / "images" / "4")
-    assert main([str(folder), "--evaluate", str(tmp_path / "images"), "--size", "32"]) == 2
-    assert "has 4 classes, the network 5" in capsys.readouterr().err
