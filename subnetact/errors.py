@@ -32,7 +32,6 @@ __all__ = [
     "PrecisionError",
     "ProfileMismatch",
     "QueueFull",
-    "RecompileLimitWarning",
     "RecompileRefused",
     "RequestError",
     "ResumeMismatch",
@@ -207,10 +206,6 @@ class BatcherClosed(RequestError):
 
 class LatencyTableWarning(UserWarning):
     """A latency table was measured on another machine or in another way, or its cells are unstable."""
-
-
-class RecompileLimitWarning(UserWarning):
-    """torch.compile keeps no more versions of a subnet, and runs it eagerly at further shapes."""
 
 
 class UncalibratedSubnetWarning(UserWarning):

@@ -1,7 +1,7 @@
 """compiled_call: runs a subnet under torch.compile, in a function of its own.
 
 torch.compile keeps a few versions per code object (`torch._dynamo.config.recompile_limit`), and then runs
-eagerly without a message. Subnets that run in the same code would take each other's places.
+eagerly, which its log tells once. Subnets that run in the same code would take each other's places.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from subnetact.errors import RecompileLimitWarning
 from subnetact.operators import SubnetNorm
 from subnetact.operators.packed_copy import follow_, registries_of_copies
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind, private_buffers
-from subnetact.supernet.load import warn_caller
 
 MOST_SUBNETS = 1024
 """So many subnets, those that ran last, keep what was compiled for them."""
 _numbers = itertools.count()
-_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def own_code(function: Any, name: str) -> Any:
@@ -48,20 +45,18 @@ def _run_of(supernet: weakref.ref[nn.Module], row: SizeRow, training: bool) -> A
 @_disable_dynamo(recursive=False)  # torch.compiler.disable would import the compiler with this module.
 def compiled_call(supernet: Any, spec: SubnetSpec | None, args: Any, kwargs: Any) -> Any:
     """Run a subnet in code of its own, which is compiled; this function, which binds it, is not."""
-    spec, network, run = _bound(supernet, spec)
-    output = run(network, args, kwargs)
-    _warn_of_limit(supernet, spec, run)
-    return output
+    network, run = _bound(supernet, spec)
+    return run(network, args, kwargs)
 
 
 @_disable_dynamo
-def _bound(supernet: Any, spec: SubnetSpec | None) -> tuple[SubnetSpec, nn.Module, Any]:
+def _bound(supernet: Any, spec: SubnetSpec | None) -> tuple[nn.Module, Any]:
     spec = supernet._actuation.now().spec if spec is None else spec
     torch._dynamo.eval_frame.skip_code(type(supernet).forward.__code__)  # It would reach the limit for all.
     network = _trainable(supernet, spec) if supernet.training else supernet.subnet(spec)
     for registry in registries_of_copies(network):
         follow_(registry)
-    return spec, network, _run_of(weakref.ref(supernet), supernet.space.resolve(spec), supernet.training)
+    return network, _run_of(weakref.ref(supernet), supernet.space.resolve(spec), supernet.training)
 
 
 def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
@@ -72,17 +67,3 @@ def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
     network = bind(supernet.network, run.row, norm, trainable=True, frozen=copies)
     supernet._actuation.leave_view(network)
     return network
-
-
-@_disable_dynamo
-def _warn_of_limit(supernet: Any, spec: SubnetSpec, run: Any) -> None:
-    limit = torch._dynamo.config.recompile_limit
-    versions: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
-    if supernet not in _warned and len(versions(run.__code__)) >= limit:
-        _warned.add(supernet)
-        warn_caller(
-            f"torch.compile(supernet): {spec} was compiled for {limit} kinds of inputs, and torch runs it "
-            "uncompiled for others; give inputs of fewer shapes and dtypes, or raise "
-            "torch._dynamo.config.recompile_limit",
-            RecompileLimitWarning,
-        )

@@ -420,8 +420,8 @@ class Supernet(ReadThrough):
 
         `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
         trace in cached views. While it runs, other threads must not call the supernet; engines may run.
-        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`; a
-        `RecompileLimitWarning` tells when torch keeps no more versions of one; compiled views share a limit.
+        `torch.compile(supernet)` compiles the network of every subnet that runs, without `fullgraph=True`;
+        torch's log tells when it keeps no more versions of one; compiled views share a limit.
 
         Args:
             args: the inputs of the network.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import subnetact
 from ofa_adapters import load
 from subnetact import Supernet, insert_
-from subnetact.errors import RecompileLimitWarning
 from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
 
@@ -92,16 +90,13 @@ def test_every_subnet_of_every_supernet_is_compiled(way: str, training: bool) ->
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_one_warning_tells_that_the_limit_is_reached() -> None:
+def test_every_subnet_has_a_limit_of_its_own() -> None:
     supernet, counter = supernet_of(), Counter()
     compiled = torch.compile(supernet, backend=counter, dynamic=False)
     specs = list(supernet.space.enumerate())[:2]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for size, spec in itertools.product(range(1, 11), specs):
-            compiled(torch.randn(size, 6), subnet=spec)
+    for size, spec in itertools.product(range(1, 11), specs):
+        compiled(torch.randn(size, 6), subnet=spec)
     assert counter.graphs == 2 * 8
-    assert [w.category for w in told if "recompile_limit" in str(w.message)] == [RecompileLimitWarning]
 
 
 def test_a_compiled_supernet_follows_training_and_new_weights() -> None:
