@@ -22,7 +22,6 @@ __all__ = [
     "machine_facts",
     "moment",
     "raise_if_explained",
-    "raise_if_out_of_memory",
     "ran_out_of_memory",
     "synchronize",
 ]
@@ -175,10 +174,4 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def raise_if_explained(error: BaseException, *kinds: type[BaseException]) -> None:
     """Raise an error again that needs no further words: it is of these kinds, or memory was short."""
     if isinstance(error, kinds) or ran_out_of_memory(error):
-        raise error
-
-
-def raise_if_out_of_memory(error: BaseException) -> None:
-    """Raise an error again that says nothing about what was tried, only that memory was short."""
-    if ran_out_of_memory(error):
         raise error

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.shared_forward import NotShareable, SharedForward
 from subnetact.comparison import EXACT, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
@@ -68,7 +68,7 @@ class CalibrationRun:
             try:
                 reason = self._difference(sharing[0], x[:TRIAL_INPUTS].clone())
             except Exception as error:
-                raise_if_out_of_memory(error)
+                raise_if_explained(error)
                 reason = f"a trial failed: {error}"
         if reason is not None:
             for spec in sharing:

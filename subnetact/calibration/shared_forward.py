@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.operators.layer_traits import is_layer
 from subnetact.operators.operation_traits import OperationTraits
 from subnetact.operators.skipped_layer import SkippedLayer
@@ -88,7 +88,7 @@ class SharedForward:
         try:
             graph, leaves = trace_(view, lambda m: id(m) in collectors or not m._modules or is_layer(m))
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             raise NotShareable(f"its forward cannot be traced: {error}") from error
         nodes = list(graph.nodes)
         calls = {node: id(leaves[str(node.target)]) for node in nodes if node.op == "call_module"}

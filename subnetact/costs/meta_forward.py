@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
 from subnetact.operators.lowered_weight import Low
@@ -115,7 +115,7 @@ class MetaForward:
             with torch.no_grad(), self._mode:
                 call_with(network.module, self.input)
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             advice = WITHOUT_VALUES if "meta tensor" in str(error) else ""
             raise SpecError(
                 f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.ready_subnet import Bound
@@ -82,7 +82,7 @@ class SubnetBlocks:
                 graph, leaves = trace_(bound.view, tensors=tensors)
                 blocks = _split(graph, {**leaves, **tensors}, self._stacks, {})
             except Exception as error:  # what cannot be traced runs as one block
-                raise_if_out_of_memory(error)
+                raise_if_explained(error)
                 blocks = [bound.view]
             self._of_view[spec] = bound, blocks, moment
             return bound, blocks

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
@@ -207,7 +207,7 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
     try:
         graph, leaves = trace_(view, lambda m: is_layer(m) and not _is_derived_norm(m), tensors)
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         tensors = {}
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from subnetact.comparison import FUSED as TOLERANCE
 from subnetact.comparison import equal, is_as_near
-from subnetact.device import raise_if_out_of_memory, ran_out_of_memory
+from subnetact.device import raise_if_explained, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.config import FUSED
 from subnetact.engine.fused_program import FusedProgram
@@ -378,7 +378,7 @@ class Plan:
                         raise ValueError(f"the outputs of the {self.backend} program differ from the view's")
                     return program
                 except Exception as error:  # The first one says why the network cannot be traced.
-                    raise_if_out_of_memory(error)
+                    raise_if_explained(error)
                     causes.insert(len(causes) if program is None else 0, error)
         raise causes[0]
 

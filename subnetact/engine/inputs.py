@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InvalidRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
@@ -102,7 +102,7 @@ def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any
         with torch.inference_mode():
             return call_with(view, x)
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         full = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
         what = f"one sample of it, {describe_input(sample)}"
         why, _ = not_running(view, error, x, full, what, BATCH_FIRST)

@@ -37,11 +37,16 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of every input of a batch; none if a session is to run all shapes."""
 
 
-def _onnxruntime(path: str, threads: int, _: Shapes) -> Session:
+def onnx_session(path: str, threads: int) -> Any:
+    """Return a session of onnxruntime that runs an ONNX file on the CPU."""
     runtime: Any = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _onnxruntime(path: str, threads: int, _: Shapes) -> Session:
+    session = onnx_session(path, threads)
     names = [one.name for one in session.get_inputs()]
     return lambda arrays: session.run(None, dict(zip(names, arrays, strict=True)))
 

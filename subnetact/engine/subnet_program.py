@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from subnetact.comparison import ROUNDED, Tolerance, equal
-from subnetact.device import raise_if_explained, raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.engine.input_axes import InputAxes
 from subnetact.errors import ExportError, first_line
 from subnetact.supernet.batches import call_with, map_tensors
@@ -56,7 +56,7 @@ class SubnetProgram:
                 try:
                     same, why = equal(call_with(program, batch), call_with(self.view, batch), tolerance), ""
                 except Exception as error:
-                    raise_if_out_of_memory(error)
+                    raise_if_explained(error)
                     same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
             if not same:
                 raise ExportError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from subnetact.engine.config import EngineConfig
 from subnetact.engine.input_axes import InputAxes
 from subnetact.engine.inputs import Stager, first_of, shapes
 from subnetact.engine.outputs import unstack
+from subnetact.engine.runtime_program import onnx_session
 from subnetact.engine.subnet_program import quiet
 from subnetact.errors import (
     DeviceError,
@@ -237,11 +237,8 @@ def _session(path: Path) -> Program:
     """Return a function that runs an ONNX file; several outputs come as a tuple, or by their names."""
     if find_spec("onnxruntime") is None:
         raise MissingExtra(f"{path}: it runs in onnxruntime; pip install onnxruntime")
-    onnxruntime = import_module("onnxruntime")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
     path.stat()  # onnxruntime's own error of a missing file is no OSError.
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnx_session(str(path), torch.get_num_threads())
     inputs, names = ([part.name for part in parts] for parts in (session.get_inputs(), session.get_outputs()))
 
     def run(*args: Tensor, **kwargs: Tensor) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, first_line
 from subnetact.insertion.description import Group, Member, without_numbers
 from subnetact.insertion.recorder import Recording, called_name, recorded
@@ -76,7 +76,7 @@ class TracedModel:
             if self.recording.branches:
                 raise InsertError("its forward branches on values that it computes with its weights")
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             self.failure = InsertError(
                 f"{type(model).__name__} cannot be traced: {_why(error)}; describe its elastic "
                 "modules by hand, or make its forward free of branches on values and of changes to the model"

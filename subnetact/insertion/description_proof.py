@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, ROUNDED, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.insertion.description import Description
 from subnetact.insertion.tensor_memo import forgotten
 from subnetact.operators import ElasticAttribute
@@ -86,7 +86,7 @@ class Proof:
             try:
                 full, calls = outputs_and_calls(self.network, view, x)
             except Exception as error:
-                raise_if_out_of_memory(error)
+                raise_if_explained(error)
                 return f"the largest subnet does not run: {summary(view, error)}", {}
             if not equal(full, expected, WHOLE):
                 again = equal(outputs_of(self.model, x), expected, WHOLE)
@@ -110,7 +110,7 @@ class Proof:
         try:
             return outputs_and_calls(self.network, view, x)[1] == calls
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             return False
 
     def _tried(

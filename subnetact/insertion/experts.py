@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.comparison import EXACT, ROUNDED, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.units import UnitGroup, full_orders, parts_of, permute_
@@ -255,12 +255,12 @@ def why_not_as_configured(configured: Configured, path: str, network: nn.Module,
         try:
             found = outputs_of(view, zero)
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             return f"with {size} of {full}, {summary(view, error)}"
         try:
             reference = configured.block(path, group, size)
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             return str(error) if isinstance(error, InsertError) else f"no model with {size}: {error}"
         strange = _fill(reference, view.unit)
         if strange:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.comparison import EXACT, ROUNDED, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.insertion.recorder import called_name
 
 EMPTY = ("empty", "new_empty", "empty_like")
@@ -242,7 +242,7 @@ class FunctionTrial:
             with torch.no_grad():
                 result = self._function(*args, **kwargs)
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             return None
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 

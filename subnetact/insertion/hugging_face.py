@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError
 from subnetact.insertion.experts import ROUTING
 from subnetact.insertion.key_value_cache import note_skipped_
@@ -207,7 +207,7 @@ def _built(cls: Any, config: Any) -> nn.Module:
     try:
         return (heterogeneous(cls) if mixed else cls)(config)  # type: ignore[no-any-return]
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         sizes = "of layers of different sizes" if mixed else "with the sizes of this subnet"
         advice = "choose the same size for all layers, or save" if mixed else "save"
         raise InsertError(

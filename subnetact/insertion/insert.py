@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import declared
@@ -434,7 +434,7 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
     except InsertError as error:
         raise InsertError(f"{kind}: {error}") from None
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         raise InsertError(
             f"{kind} does not run on the example: {error}; give what you would give to the "
             "model: a tensor, a tuple of arguments or a dictionary of named arguments"

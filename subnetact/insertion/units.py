@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Group, Member
@@ -157,7 +157,7 @@ class Trial:
         try:
             _, calls = outputs_and_calls(self._copy, shared_view(self._copy, row), self._inputs[0])
         except Exception as error:
-            raise_if_out_of_memory(error)
+            raise_if_explained(error)
             raise InsertError(
                 f"the largest subnet does not run on the example: {summary(view, error)}; give a batch "
                 "that the network takes"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subnetact.comparison import SIXTEEN_BITS, equal
-from subnetact.device import MachineFacts, machine_facts, raise_if_out_of_memory
+from subnetact.device import MachineFacts, machine_facts, raise_if_explained
 from subnetact.errors import PrecisionError, first_line
 from subnetact.spec import FLOAT32, PRECISIONS
 
@@ -137,7 +137,7 @@ def _wrong(precision: str, facts: MachineFacts) -> str | None:
             good = equal(short, F.linear(x, weight), SIXTEEN_BITS)
             return None if good else "its bfloat16 products are wrong"
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return first_line(error)[:120]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import view_module
 
@@ -121,7 +121,7 @@ def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]
         grouped = x.view(3, groups, -1, *trailing)
         return equal(found, (grouped / grouped.square().mean(2, keepdim=True).sqrt()).view_as(x) * gain)
     except Exception as error:  # the module takes other inputs
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return False
 
 

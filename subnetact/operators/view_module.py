@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import ViewError
 from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_
@@ -518,7 +518,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         made = deepcopy(value, trial)
     except Exception as error:  # Whatever an object says that cannot be copied.
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return _copied_apart(value, memo)
     memo.update(trial.maps[0])
     return made

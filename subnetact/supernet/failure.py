@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import raise_if_explained, raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.errors import SubnetActError, first_line
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import traits_of
@@ -23,14 +23,14 @@ def failure(network: Callable[..., Any], x: Any) -> Exception | None:
         with torch.no_grad():
             call_with(network, map_tensors(Tensor.clone, x))
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return error
     return None
 
 
 @contextmanager
 def explained(
-    kind: type[SubnetActError], subject: str, network: nn.Module, x: Any, advice: str = ""
+    kind: type[SubnetActError], subject: str, network: Callable[..., Any], x: Any, advice: str = ""
 ) -> Iterator[None]:
     """Say on which batch a subject does not run, at which module of its network, and what to do then."""
     try:
@@ -50,13 +50,13 @@ def not_running(
     return f"does not run on {what}: {summary(view, error)}; {advice}", runs
 
 
-def culprit(network: nn.Module, error: BaseException) -> str:
+def culprit(network: Any, error: BaseException) -> str:
     """Name the innermost module that raised an error, `layer1.0.conv (Conv2d)`; "" if there is none."""
     path = _path(network, error)
     return f"{path} ({type(network.get_submodule(path)).__name__})" if path else ""
 
 
-def summary(network: nn.Module, error: BaseException) -> str:
+def summary(network: Callable[..., Any], error: BaseException) -> str:
     """Return the first line of an error, after the name of the module, or the class of the network."""
     return f"{culprit(network, error) or type(network).__name__}: {first_line(error)}"
 
@@ -73,8 +73,9 @@ def missing_entry(view: nn.Module, error: BaseException) -> str:
     return f"the elastic description must name every module {inside}that consumes a narrowed output"
 
 
-def _path(network: nn.Module, error: BaseException) -> str:
-    names = {id(module): path for path, module in network.named_modules()}
+def _path(network: Callable[..., Any], error: BaseException) -> str:
+    modules = network.named_modules() if isinstance(network, nn.Module) else ()
+    names = {id(module): path for path, module in modules}
     path = ""
     for frame, _ in walk_tb(error.__traceback__):
         path = names.get(id(frame.f_locals.get("self"))) or path

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, MASKED, Tolerance, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.operators import LayerNormSlice, WeightSlice
 from subnetact.operators.segments import Kept
 from subnetact.operators.view_module import view_module
@@ -75,7 +75,7 @@ def prove(
     try:
         found, calls = run(view)
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return Finding("fails", summary(view, error), missing_entry(view, error))
     if foreign:
         fill_unused_(copy, network, row, 0.0)
@@ -90,7 +90,7 @@ def prove(
     try:
         expected, expected_calls = run(reference)
     except Exception as error:
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return Finding("unmasked", summary(reference, error))
     if not modules and found[-1].shapes != expected[-1].shapes:
         return Finding("shapes", "its outputs have other shapes")
@@ -228,7 +228,7 @@ def in_double(
     try:
         return double, wide, [outputs_of(shared_view(double, row), x) for x in wide]
     except Exception as error:  # The network computes in a precision of its own.
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import ROUNDED, equal
-from subnetact.device import raise_if_out_of_memory
+from subnetact.device import raise_if_explained
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import map_tensors, tensors_of
 from subnetact.supernet.bind import operators_in
@@ -161,7 +161,7 @@ def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[
         if total.requires_grad:
             gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
     except Exception as error:  # It runs without gradients only.
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         with torch.no_grad():
             outputs = run()
     finally:
@@ -185,7 +185,7 @@ def _moves(run: Run, weak: Weak, outputs: Outputs) -> bool:
                 return True
         return False
     except Exception as error:  # It fails, so that it is not as before.
-        raise_if_out_of_memory(error)
+        raise_if_explained(error)
         return True
     finally:
         for (piece, _), numbers in zip(weak, former, strict=True):

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.device import raise_if_out_of_memory
-from subnetact.errors import SubnetActError, TrainingError, UncalibratedSubnetWarning, failure_text
+from subnetact.errors import TrainingError, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input
+from subnetact.supernet.failure import explained
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.processes import agreed
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.task import Task, number
+
+FIRST_BATCH = "a batch is what the network takes or, unless labels=False, a pair (inputs, labels)"
 
 
 @dataclass
@@ -68,16 +70,8 @@ class Measurement:
 
     def _output(self, name: str, network: Callable[..., Any]) -> Any:
         x = self.inputs[0]
-        try:
+        with explained(TrainingError, name, network, x, FIRST_BATCH):
             found = call_with(network, x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            if isinstance(error, SubnetActError):
-                raise
-            raise TrainingError(
-                f"{name}: does not run on the first batch, {describe_input(x)} ({failure_text(error)}); a "
-                "batch is what the network takes or, unless labels=False, a pair (inputs, labels)"
-            ) from error
         return self.task.output(found, x)
 
     def run(self, limit_s: float = math.inf) -> list[float]:
