@@ -21,6 +21,7 @@ from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import explained
 from subnetact.supernet.forward_state import watched_buffers
 from subnetact.supernet.module_outputs import outputs_of
+from subnetact.supernet.precision import layer_errors
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
@@ -86,7 +87,8 @@ def check_precisions(
     largest, smallest = (space.at_precision(s, FLOAT32) for s in (space.largest(), space.smallest()))
     x = visible(bind(largest), x)
     for spec in dict.fromkeys((smallest, largest)):
-        expected = outputs_of(bind(spec), x)
+        exact = bind(spec)
+        expected = outputs_of(exact, x)
         for precision in precisions:
             low = space.at_precision(spec, precision)
             view = bind(low)
@@ -95,10 +97,12 @@ def check_precisions(
                 outputs = outputs_of(view, x)
             for one, other in zip(outputs, expected, strict=True):
                 if bool(other.isfinite().all()) and not equal(one, other, LOW_PRECISION):
+                    errors = layer_errors(exact, view, x)
+                    worst = ", ".join(sorted(errors, key=errors.__getitem__)[:-4:-1])
                     raise InsertError(
                         f"check: {low} differs from the same subnet at float32 by more than half of the "
-                        "largest output; supernet.precision_errors(spec, x) names the layers; leave those "
-                        "with outliers at float32 with enable_precision(..., keep=[name])"
+                        f"largest output; farthest off are {worst}; leave those with outliers at float32 "
+                        "with enable_precision(..., keep=[name])"
                     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from subnetact.operators import AttentionSlice
 from subnetact.operators.base import Operator, exchange_modules_, slicer_of, template_of
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
+from subnetact.supernet.batches import call_with
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
     return not isinstance(attention, AttentionSlice) and traits_of(template_of(parent)).reads_children
 
 
-def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:
+def layer_errors(view: nn.Module, low: nn.Module, x: Any) -> dict[str, float]:
     """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
     found: dict[str, float] = {}
 
@@ -87,5 +88,5 @@ def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any
             if isinstance(module, Low):
                 hooked = view.get_submodule(path)
                 hooks.enter_context(hooked.register_forward_hook(partial(note, path, module)))
-        run(view)
+        call_with(view, x)
     return found

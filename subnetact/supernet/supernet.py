@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, PrecisionError, SpecError, ViewError
+from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
@@ -30,7 +30,7 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind, operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
@@ -39,7 +39,7 @@ from subnetact.supernet.forward_state import own_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_of_shared
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_
+from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
@@ -303,27 +303,6 @@ class Supernet(ReadThrough):
             self._actuation.largest, self._actuation.active = map(self._run_of, (self._largest, self.active))
             self._generation.move(same=True)
         return space
-
-    def precision_errors(self, spec: SubnetSpec, x: Any) -> dict[str, float]:
-        """Return how far each layer of a subnet is off because of its precision. Outliers show here.
-
-        Args:
-            spec: a subnet at int8 or bfloat16.
-            x: a batch that the network takes.
-
-        Returns:
-            Name of the module -> relative error of its outputs for the inputs that it has at float32.
-
-        Raises:
-            PrecisionError: the subnet is float32, or a weight is not finite.
-        """
-        spec = self.space.check(spec)
-        if spec.precision == FLOAT32:
-            raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
-        with self._generation.lock:
-            exact = self.private_view(self.space.at_precision(spec, FLOAT32))[0]
-            low = self.private_view(spec)[0]
-        return layer_errors(exact, low, lambda network: call_with(network, x))
 
     @property
     def packs(self) -> bool:

@@ -33,6 +33,8 @@ from subnetact.operators.operation_traits import operation_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import Axis, SubnetSpace
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.precision import layer_errors
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
 
@@ -263,18 +265,21 @@ def test_changed_weights_reach_the_copy_and_training_the_full_weights(digits: Su
 
 
 def test_layer_errors_are_named_small_and_large_where_int8_ruins_a_layer(digits: Supernet) -> None:
-    low, x = digits.space.at_precision(digits.space.largest(), "int8"), torch.randn(2, 1, 16, 16)
-    errors = digits.precision_errors(low, x)
-    assert set(errors) == {name for name, _ in low_modules(digits)}
-    assert 0 < max(errors.values()) < 0.05
-    with pytest.raises(PrecisionError, match="is float32"):
-        digits.precision_errors(digits.space.largest(), x)
+    space, x = digits.space, torch.randn(2, 1, 16, 16)
+
+    def errors(spec: SubnetSpec) -> dict[str, float]:
+        return layer_errors(digits.subnet(spec), digits.subnet(space.at_precision(spec, "int8")), x)
+
+    found = errors(space.largest())
+    assert set(found) == {name for name, _ in low_modules(digits)}
+    assert 0 < max(found.values()) < 0.05
     with torch.no_grad():
         for block in digits.network.stages[0]:
             block.conv1.weight[:, 0] = 1e6  # every other weight of the channel rounds to zero
         for tensor in (digits.network.bn.weight, digits.network.bn.bias):
             tensor[0] = 0  # the channel of the outlier carries nothing
-    assert digits.precision_errors(digits.space.smallest(), x)["stages.0.0.conv1"] > 0.5
+    smallest = space.at_precision(space.smallest(), "float32")
+    assert errors(smallest)["stages.0.0.conv1"] > 0.5
 
 
 def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
@@ -436,7 +441,7 @@ def test_an_int8_copy_that_is_ruined_fails_the_check() -> None:
     assert all(spec.precision == "float32" for spec in supernet.check(x).compared)
     operator = supernet.network.get_submodule("stages.0.0.conv1")
     operator.lowered(8).tensors["scale"].mul_(-50)
-    with pytest.raises(InsertError, match=r"precision=int8.*precision_errors"):
+    with pytest.raises(InsertError, match=r"precision=int8.*farthest off are stages\.0\.0\.conv1"):
         supernet.check(x)
     assert space.smallest().precision == "int8"
 
