@@ -45,35 +45,35 @@ Size
 Lines of code, lines of docstrings, and public names per room. `python tests/rooms.py --write` updates it.
 
     room            code  docs  names
-    errors           115    54     41
+    errors           113    53     40
     files            539    89      0
-    device           136    13      9
+    device           132    12      8
     command           89    10      8
     comparison       109    13     11
     spec              86    37      8
     space            344   163      6
-    operators       2394   798     18
-    supernet        2885   842      5
-    insertion       4243   909     12
+    operators       2391   797     18
+    supernet        2858   830      5
+    insertion       4244   913     12
     ofa_adapters    2588   507      7
     digits           136    18      7
     calibration      873   176      1
     latency          526   280      5
-    training        1282   326      5
-    elastic          886   203      1
-    engine          2559   687      5
+    training        1275   326      5
+    elastic          834   180      1
+    engine          2561   688      5
     workers          560    96      0
     costs            308    66      4
     nas              963   377      8
-    profile         1243   280      1
+    profile         1230   278      1
     serving         4854  1903     34
     generation      1639   501     13
-    export          1025   390      7
+    export          1022   390      7
     simulate           9     5      2
-    serve           1882   391      7
+    serve           1800   372      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32751  9253    228
+    all            32561  9199    226
 
 The README has a glossary of the words that are used here.
 """
