@@ -63,6 +63,13 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
     of_a_family = supernet_of(pretrained())
     of_a_family.origin = {"name": "digits", "constructor": {}}
     assert not adopted(of_a_family)
+    uncounted = pretrained()
+    uncounted[1].num_batches_tracked = None  # so that torch counts no training
+    trained = supernet_of(uncounted)
+    assert trained.has_original_statistics()
+    trained.train()
+    trained(BATCHES[0])
+    assert not adopted(trained.eval())
     assert adopted(supernet_of(pretrained()).to(torch.float64).to(torch.float32))
 
 
@@ -81,32 +88,30 @@ def unseen(supernet: Supernet) -> None:
     supernet.refresh()
 
 
-def in_place(supernet: Supernet) -> None:
-    with torch.no_grad():
-        supernet.network[3].weight.mul_(3)
-
-
-def loaded(supernet: Supernet) -> None:
-    supernet.load_state_dict({name: 3 * tensor for name, tensor in supernet.state_dict().items()})
-
-
 def replaced(supernet: Supernet) -> None:
     supernet.network[3].weight = nn.Parameter(3 * supernet.network[3].weight.detach())
 
 
-@pytest.mark.parametrize("door", [unseen, in_place, loaded, replaced])
-def test_changed_weights_get_statistics_of_their_own(door: Callable[[Supernet], None]) -> None:
+DOORS: dict[str, Callable[[Supernet], Any]] = {
+    "unseen": unseen,
+    "replaced": replaced,
+    "in place": lambda s: torch.no_grad()(s.network[3].weight.mul_)(3),
+    "loaded": lambda s: s.load_state_dict({name: 3 * tensor for name, tensor in s.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_changed_weights_get_statistics_of_their_own(door: str) -> None:
     supernet = supernet_of(pretrained())
     largest = supernet.space.largest()
     assert supernet.has_original_statistics()
-    door(supernet)
+    DOORS[door](supernet)
     assert not supernet.has_original_statistics()
     assert not calibrate(supernet, [largest], BATCHES, progress=False).adopted
-    x = torch.cat(BATCHES)
-    y = torch.nn.functional.conv2d(x, supernet.network[0].weight, supernet.network[0].bias)
+    parts = [F.conv2d(x, supernet.network[0].weight, supernet.network[0].bias) for x in BATCHES]
     mean, var = supernet.statistics(largest)["1"]
-    torch.testing.assert_close(mean, y.mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
-    variances = [part.var((0, 2, 3), unbiased=False) for part in y.chunk(3)]
+    torch.testing.assert_close(mean, torch.cat(parts).mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    variances = [part.var((0, 2, 3), unbiased=False) for part in parts]
     torch.testing.assert_close(var, torch.stack(variances).mean(0), rtol=1e-3, atol=1e-4)
 
 
@@ -147,16 +152,6 @@ def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
     torch.testing.assert_close(y, other(x), rtol=0, atol=5e-5)
 
 
-def test_training_is_noticed_where_torch_counts_nothing() -> None:
-    network = pretrained()
-    network[1].num_batches_tracked = None
-    supernet = supernet_of(network)
-    assert supernet.has_original_statistics()
-    supernet.train()
-    supernet(BATCHES[0])
-    assert not supernet.eval().has_original_statistics()
-
-
 X = BATCHES[0]
 
 
@@ -181,6 +176,9 @@ def drop(supernet: nn.Module, state: dict[str, Tensor] = OTHER) -> None:
 
 
 def test_statistics_of_former_weights_are_not_kept_unasked(supernet: Supernet, engine: Engine) -> None:
+    for name in ("1.num_batches_tracked", "1.running_mean"):
+        supernet.load_state_dict({**supernet.state_dict(), name: supernet.state_dict()[name] + 1})
+        assert len(supernet.norms) == 1, "shared statistics and counters are no weights of a row"
     former, rows = copy.deepcopy(supernet.state_dict()), supernet.norms
     supernet.network.register_buffer("sparse", torch.eye(3).to_sparse())
     with torch.no_grad():
@@ -243,12 +241,6 @@ def test_rows_are_given_with_weights_of_another_dtype_or_without_memory(dtype: t
         torch.testing.assert_close(y, expected, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("name", ["1.num_batches_tracked", "1.running_mean"])
-def test_shared_statistics_and_counters_are_no_weights_of_a_row(supernet: Supernet, name: str) -> None:
-    supernet.load_state_dict({**supernet.state_dict(), name: supernet.state_dict()[name] + 1})
-    assert len(supernet.norms) == 1
-
-
 def test_a_failed_load_keeps_weights_and_rows(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise MemoryError
@@ -263,42 +255,30 @@ def test_a_failed_load_keeps_weights_and_rows(supernet: Supernet, monkeypatch: p
     assert len(norms) == 2
 
 
-def at_the_binding(
-    supernet: Supernet, monkeypatch: pytest.MonkeyPatch, number: int, before: Callable[[], Any], after: Any
+@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_load_while_a_view_is_bound_and_its_calibration_are_seen(
+    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Let another thread come just before and just after the view with a number is bound."""
+    """Another thread loads before the view with a number is bound; the first is calibrated after that."""
+    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
     bind, calls = supernet.private_view, iter(range(100))
 
     def bound(*args: Any) -> Any:
         this = next(calls) == number
         if this:
-            before()
+            drop(supernet)
         result = bind(*args)
-        if this:
-            after()
+        if this and number == 0:
+            calibrate(supernet, engine.specs, BATCHES, progress=False)
         return result
 
     monkeypatch.setattr(supernet, "private_view", bound)
-
-
-@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
-def test_blocks_use_no_shared_statistics(
-    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
-    at_the_binding(supernet, monkeypatch, 1, lambda: drop(supernet), lambda: None)
-    with pytest.raises(NotCalibrated):
-        engine.start(0, list(X), len(X))
-
-
-@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
-def test_a_view_of_the_moment_between_a_load_and_its_calibration_is_bound_again(
-    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
-    again = lambda: calibrate(supernet, engine.specs, BATCHES, progress=False)  # noqa: E731
-    at_the_binding(supernet, monkeypatch, 0, lambda: drop(supernet), again)
-    torch.testing.assert_close(engine(X, 0), supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
+    if number == 0:
+        torch.testing.assert_close(engine(X, 0), supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
+    else:  # A run of blocks uses no shared statistics.
+        with pytest.raises(NotCalibrated):
+            engine.start(0, list(X), len(X))
 
 
 def test_what_an_engine_refuses_is_neither_saved_nor_exported(engine: Engine, tmp_path: Path) -> None:
@@ -388,8 +368,6 @@ def test_weights_loaded_meanwhile_are_checked(supernet: Supernet, monkeypatch: p
 
 
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 5e-2, torch.float32: 5e-6, torch.float64: 5e-6}
-
-
 NUMBERS = torch.randn(32, 3, 4, 4, generator=torch.Generator().manual_seed(3))
 
 
@@ -397,8 +375,7 @@ def network(scale: float = 1.0) -> nn.Module:
     """Return a network whose BatchNorm sees numbers of a standard deviation of about `scale`."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
-    with torch.no_grad():
-        made[0].weight.mul_(2 * scale)
+    made[0].weight.data.mul_(2 * scale)
     return made
 
 
@@ -409,68 +386,46 @@ def measured(scale: float = 1.0) -> Supernet:
     return supernet
 
 
-def converted(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    return exact.to(other.network[0].weight.dtype)
-
-
-def assigned(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    other.norms = exact.norms
-    return other
-
-
-def updated(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    other.norms.update(exact.norms.rows)
-    return other
-
-
 def of_a_file(exact: Supernet, other: Supernet, path: Path) -> Supernet:
     exact.norms.save(path / "norms.safetensors")
     other.load_state_dict(other.state_dict(), norms=NormTable.load(path / "norms.safetensors"))
     return other
 
 
-def copied(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    return copy.deepcopy(converted(exact, other, path))
-
-
 def of_a_bundle(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    converted(exact, other, path).save_pretrained(path / "bundle")
+    exact.to(other.network[0].weight.dtype).save_pretrained(path / "bundle")
     return from_pretrained(path / "bundle", model=other)  # type: ignore[return-value]
 
 
-def there_and_back(exact: Supernet, other: Supernet, path: Path) -> Supernet:
-    return exact.half().bfloat16().to(other.network[0].weight.dtype)
+WAYS: dict[str, Callable[[Supernet, Supernet, Path], Any]] = {
+    "of a file": of_a_file,
+    "of a bundle": of_a_bundle,
+    "assigned": lambda exact, other, _: setattr(other, "norms", exact.norms),
+    "updated": lambda exact, other, _: other.norms.update(exact.norms.rows),
+    "converted": lambda exact, other, _: exact.to(other.network[0].weight.dtype),
+    "copied": lambda exact, other, _: copy.deepcopy(exact.to(other.network[0].weight.dtype)),
+    "there and back": lambda exact, other, _: exact.half().bfloat16().to(other.network[0].weight.dtype),
+}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(
-    "door",
-    [converted, assigned, updated, of_a_file, copied, of_a_bundle, there_and_back],
-    ids=lambda d: d.__name__,
-)
-def test_rows_stay_exact(
-    door: Callable[[Supernet, Supernet, Path], Supernet], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    specs = list(measured().space.enumerate())
-    rows = {spec: row.flat.clone() for spec, row in measured().norms.rows.items()}
-    expected = {spec: measured()(NUMBERS, subnet=spec) for spec in specs}
-    supernet = door(measured(), supernet_of(network()).to(dtype), tmp_path)
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_stay_exact(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    exact, other = measured(), supernet_of(network()).to(dtype)
+    rows = {spec: row.flat.clone() for spec, row in exact.norms.rows.items()}
+    expected = {spec: exact(NUMBERS, subnet=spec) for spec in rows}
+    supernet = WAYS[way](exact, other, tmp_path) or other
     kept = torch.float64 if dtype is torch.float64 else torch.float32
-    engine = Engine(supernet, specs, example=NUMBERS[:1].to(dtype))
-    weight_digits = 20 if door is there_and_back else 1
-    for i, spec in enumerate(specs):
-        row = supernet.norms.get(spec)
-        assert row is not None
-        assert row.flat.dtype is kept
-        assert torch.equal(row.flat, rows[spec].to(kept))
+    x, weights = NUMBERS.to(dtype), torch.bfloat16 if way == "there and back" else dtype
+    engine = Engine(supernet, list(rows), example=x[:1])
+    for i, spec in enumerate(rows):
+        flat = supernet.norms.rows[spec].flat
+        assert flat.dtype is kept
+        assert torch.equal(flat, rows[spec].to(kept))
         assert {t.dtype for pair in supernet.statistics(spec).values() for t in pair} == {dtype}
-        for found in (
-            supernet(NUMBERS.to(dtype), subnet=spec),
-            supernet.extract(spec)(NUMBERS.to(dtype)),
-            engine(NUMBERS.to(dtype), i),
-        ):
+        for found in (supernet(x, subnet=spec), supernet.extract(spec)(x), engine(x, i)):
             assert found.dtype is dtype
-            tolerance = max(TOLERANCES[dtype], TOLERANCES[torch.bfloat16] if weight_digits > 1 else 0)
+            tolerance = max(TOLERANCES[dtype], TOLERANCES[weights])
             torch.testing.assert_close(found.float(), expected[spec], rtol=0, atol=tolerance)
 
 
@@ -496,14 +451,10 @@ def test_statistics_that_overflow_are_refused_where_they_are_read(use: str, tmp_
     USES[use](supernet, spec, tmp_path)
     expected = exact(NUMBERS, subnet=spec)
     torch.testing.assert_close(supernet(NUMBERS.half(), subnet=spec).float(), expected, rtol=0, atol=5e-3)
-
-
-def test_shared_statistics_that_overflowed_are_refused() -> None:
-    original = network()
-    nn.init.constant_(original[1].running_var, 1e5)
-    supernet = supernet_of(original).half()
+    shared = network()
+    nn.init.constant_(shared[1].running_var, 1e5)
     with pytest.raises(SpecError, match="above 65504 overflows"):
-        supernet.subnet(supernet.space.largest())
+        supernet_of(shared).half().subnet(spec)
 
 
 def test_an_average_of_many_batches_is_one_of_float32() -> None:
