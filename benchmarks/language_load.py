@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -249,34 +250,30 @@ def solved(tokens: float) -> float:
     return 1.0 - math.exp(-tokens / 64.0)
 
 
+def problem(seed: int) -> dict[str, float]:
+    """Return the quality of requests that think: with the budget chosen by load, and with each fixed one."""
+    one, rng, most = setting(seed), random.Random(seed), BUDGETS[-1]
+    shares = {budget: solved(budget) for budget in BUDGETS}
+    answer = statistics.mean(prompt.answer for prompt in one.prompts)
+    longer = (answer + rng.uniform(0.1, 0.6) * most) / answer  # the load asks for budgets between the ends
+    due_ms = rng.uniform(1.5, 4.0) * (most + 2 * answer) * one.token_ms
+    facts: Any = {"phases": [Phase(end=1, tokens=most), Phase()]}
+    prompts = []
+    for prompt in one.prompts:
+        count = most + prompt.answer
+        due = TokenDeadlines.total(due_ms, count, one.token_ms)
+        arrival_ms = longer * prompt.arrival_ms
+        prompts.append(replace(prompt, arrival_ms=arrival_ms, answer=count, deadlines=due, **facts))
+    one = replace(one, prompts=prompts)
+    ids = [*range(len(one.table.subnets))]
+    budgets = {"chosen": shares, **{str(budget): {budget: shares[budget]} for budget in BUDGETS}}
+    return {name: outcome(one, ids, each)["quality of requests"] for name, each in budgets.items()}
+
+
 def thinking(this: Run) -> Facts:
     """Compare budgets chosen by load with fixed ones, for problems to think about."""
-    most, rows = BUDGETS[-1], []
-    shares = {budget: solved(budget) for budget in BUDGETS}
-    for seed in tqdm(range(this.args.first, this.args.first + this.args.settings // 4), "", disable=None):
-        one = setting(seed)
-        rng = random.Random(seed)
-        table, phases = one.table, [Phase(end=1, tokens=most), Phase()]
-        answer = statistics.mean(prompt.answer for prompt in one.prompts)
-        longer = (
-            answer + rng.uniform(0.1, 0.6) * most
-        ) / answer  # the load asks for budgets between the ends
-        due = TokenDeadlines.total(
-            rng.uniform(1.5, 4.0) * (most + 2 * answer) * one.token_ms, most + int(answer)
-        )
-        prompts = [
-            replace(prompt, arrival_ms=longer * prompt.arrival_ms, answer=most + prompt.answer, phases=phases)
-            for prompt in one.prompts
-        ]
-        prompts = [
-            replace(prompt, deadlines=TokenDeadlines.total(due.total_ms or 0.0, prompt.answer, one.token_ms))
-            for prompt in prompts
-        ]
-        problem = replace(one, prompts=prompts)
-        ids = [*range(len(table.subnets))]
-        found = {"chosen": outcome(problem, ids, shares)}
-        found |= {str(budget): outcome(problem, ids, {budget: shares[budget]}) for budget in BUDGETS}
-        rows.append({name: facts["quality of requests"] for name, facts in found.items()})
+    with ProcessPoolExecutor(2) as pool:
+        rows = list(pool.map(problem, range(this.args.first, this.args.first + this.args.settings // 4)))
     names = list(rows[0])
     return {
         "settings": len(rows),
@@ -511,19 +508,15 @@ def aiperf(this: Run) -> Facts:
 def guidellm(this: Run) -> Facts:
     """Let guidellm send requests."""
     url = f"http://127.0.0.1:{this.args.port}"
+    count = min(this.args.requests, 100)
     options = [
-        "benchmark",
         "run",
-        "--target",
-        url,
-        "--model",
-        "docstrings",
-        "--request-type",
-        "text_completions",
+        "--backend",
+        f"kind=openai_http,target={url},model=docstrings,request_format=/v1/completions",
     ]
-    options += ["--profile", "constant", "--rate", "4", "--max-requests", str(min(this.args.requests, 100))]
-    options += ["--data", "prompt_tokens=32,output_tokens=12", "--processor", "./tokenizer"]
-    options += ["--output-path", "out.json", "--disable-console"]
+    options += ["--profile", "kind=constant,rate=4", "--constraint", f"kind=max_requests,count={count}"]
+    options += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=12", "--disable-console"]
+    options += ["--tokenizer", "kind=hf_auto,model=./tokenizer", "--output", "kind=json,path=out.json"]
     _, found = generator_of_load(this, [this.args.guidellm, *options], "out.json")
     (one,) = found[0]["benchmarks"]
     totals = one["metrics"]["request_totals"]
