@@ -316,15 +316,6 @@ def test_any_order_and_memory_give_the_same_bits(
     assert bits(flat(supernet, specs), expected)
 
 
-def test_the_same_data_twice_change_nothing_but_rounding(digits: Supernet) -> None:
-    spec = digits.space.largest()
-    for rule in RULES:
-        calibrate(digits, [spec], SHARED, False, rule)
-        once = digits.norms.get(spec).flat.clone()
-        calibrate(digits, [spec], [*SHARED, *SHARED], False, rule)
-        torch.testing.assert_close(digits.norms.get(spec).flat, once, rtol=1e-5, atol=1e-6)
-
-
 def test_less_memory_computes_more(digits: Supernet) -> None:
     specs = [digits.space.sample(seed) for seed in range(10)]
     roomy = calibrate(digits, specs, SHARED, False)

@@ -46,17 +46,6 @@ def test_a_profile_is_complete_stamped_and_round_trips(engine: Engine, tmp_path:
     assert LatencyTable.load(tmp_path / "t.json") == table
 
 
-def test_cells_without_memory_are_left_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(x: torch.Tensor, subnet: int) -> None:
-        if len(x) == 4 and subnet == 2:
-            raise torch.cuda.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Engine, "ready", lambda self, subnet: lambda x: run(x, subnet))
-    table = profile_latency(engine, [1, 4], [1.0, 2.0, 3.0], warmup_ms=0, min_time_ms=1, progress=False)
-    assert np.isnan(table.latency_ms).tolist() == [[False, False], [False, False], [False, True]]
-    assert table.statistics["runs"][2, 1] == 0
-
-
 def test_accuracies_are_those_of_the_engine_if_none_are_given(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
     calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
