@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -212,6 +212,22 @@ class SubnetSpace:
         extended.axes = (*self.axes, Axis.uniform(PRECISION, ["network"], choices))
         extended.dimensions = (*self.dimensions, _BITS)
         return extended
+
+    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
+        """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
+
+        Raises:
+            SpecError: there is no specification, one occurs twice, or one is not of this space.
+        """
+        given: Any = specs
+        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
+        found = [self.check(spec) for spec in given]
+        if not found or len(set(found)) < len(found):
+            got = next((f"{spec} twice" for spec in found if found.count(spec) > 1), "none")
+            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
+        return found
 
     def at_precision(self, spec: SubnetSpec, precision: str) -> SubnetSpec:
         """Return a subnet at another precision.

@@ -72,7 +72,7 @@ class EngineConfig:
             SpecError: there are no specifications, one is repeated or of another space, the number of
                 accuracies differs from the number of subnets, or an accuracy is no percentage.
         """
-        found = replace(self, specs=tuple(supernet.distinct(self.specs, "an engine")))._with_numbers()
+        found = replace(self, specs=tuple(supernet.space.distinct(self.specs, "an engine")))._with_numbers()
         warn_of_fractions([percent for percent in found.accuracy or () if percent is not None])
         return found
 

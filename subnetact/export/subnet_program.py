@@ -69,4 +69,4 @@ def chosen_specs(engine: Engine, subnets: Sequence[SubnetSpec] | None) -> list[S
             f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
         )
     given = [engine.specs[i] for i in engine.ids] if subnets is None else subnets
-    return engine.supernet.distinct(given, "an export (subnets=[...])")
+    return engine.supernet.space.distinct(given, "an export (subnets=[...])")

@@ -108,7 +108,7 @@ class Generator(ClosedOnExit):
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
-        self.subnets = supernet.distinct(subnets, "a generator")
+        self.subnets = supernet.space.distinct(subnets, "a generator")
         decoder = ElasticDecoder(supernet, self.subnets, allow_approximate, allow_recompute)
         self.table = table
         policy = StepPolicy(table, token_ms, thinking=thinking)

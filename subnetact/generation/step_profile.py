@@ -61,7 +61,7 @@ def profile_steps(
         >>> table = profile_steps(supernet, [small, large], accuracy=[41.0, 47.5])
         >>> engine.tables.update(table.to_tables())  # kept with the weights
     """
-    specs = supernet.distinct(subnets, "a step table")
+    specs = supernet.space.distinct(subnets, "a step table")
     lists: Any = {"sequences": sequences, "contexts": contexts, "prompt_tokens": prompt_tokens}
     for name, values in (lists | {"rounds": (rounds,)}).items():
         ascending_sizes(values, name)

@@ -57,7 +57,7 @@ def evaluate(
 
             search(supernet, accuracy, latency, remeasure_accuracy=partial(accuracy, on=batches[1::2]))
     """
-    wanted = supernet.distinct(specs, "evaluate")
+    wanted = supernet.space.distinct(specs, "evaluate")
     if not isinstance(batches, Iterable):
         kind = type(batches).__name__
         raise SpecError(f"evaluate: expected batches (inputs, labels), got {kind}; write [(inputs, labels)]")

@@ -115,6 +115,13 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+def came_trained(norms: Iterable[SubnetNorm]) -> bool:
+    """Tell whether the BatchNorms of a network came with statistics of its own."""
+    owns: Any = [norm._buffers for norm in norms]
+    pairs = ((own["running_mean"], own["running_var"]) for own in owns if "running_mean" in own)
+    return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
+
+
 class Supernet(ReadThrough):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
@@ -181,7 +188,7 @@ class Supernet(ReadThrough):
         self._generation = Generation(self, self._views)
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
-        self._original = self._generation.moment() if self._trained_statistics() else None
+        self._original = self._generation.moment() if came_trained(self.norm_operators().values()) else None
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_outer_load)  # type: ignore[no-untyped-call]
 
@@ -590,22 +597,6 @@ class Supernet(ReadThrough):
             self.check(x, thorough=False)
             self._checked.add((shapes, number))
 
-    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
-        """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
-
-        Raises:
-            SpecError: there is no specification, one occurs twice, or one is not of this space.
-        """
-        given: Any = specs
-        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
-            kind = type(given).__name__
-            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
-        found = [self.space.check(spec) for spec in given]
-        if not found or len(set(found)) < len(found):
-            got = next((f"{spec} twice" for spec in found if found.count(spec) > 1), "none")
-            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
-        return found
-
     def calibrated(self, spec: SubnetSpec) -> bool:
         """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
         return self.space.check(spec) in self._actuation.norms or not self.norm_operators()
@@ -658,12 +649,6 @@ class Supernet(ReadThrough):
 
     def _unchanged_since_then(self) -> bool:
         return self._original is not None and self._original == self.generation.moment()
-
-    def _trained_statistics(self) -> bool:
-        """Tell whether the network came with statistics of its own."""
-        norms: Any = [norm._buffers for norm in self.norm_operators().values()]
-        pairs = ((own["running_mean"], own["running_var"]) for own in norms if "running_mean" in own)
-        return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.

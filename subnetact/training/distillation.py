@@ -100,9 +100,9 @@ def distill_(
     task, space, device = settings.meaning, supernet.space, supernet.device
     specs = list(dict.fromkeys(even_subnet(space, share) for share in (1.0, 0.75, 0.5, 0.25, 0.0)))
     if settings.subnets is not None:
-        specs = supernet.distinct(settings.subnets, "distill_")
+        specs = supernet.space.distinct(settings.subnets, "distill_")
     if settings.trained is not None:
-        settings = replace(settings, trained=supernet.distinct(settings.trained, "distill_: trained="))
+        settings = replace(settings, trained=supernet.space.distinct(settings.trained, "distill_: trained="))
     parameters = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
     if not parameters:
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")

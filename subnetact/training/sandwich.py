@@ -198,7 +198,7 @@ def drawn(
     """Return the subnets of a step: those given, or the largest, the smallest and random ones."""
     space = supernet.space
     if subnets is not None:
-        return supernet.distinct(subnets, "a training step")
+        return supernet.space.distinct(subnets, "a training step")
     if type(count) is not int or count < 0:
         raise SpecError(f"random_subnets: {count!r} is no whole number of at least 0")
     smallest, *others = space.sample(rng, 2 + count)
