@@ -25,6 +25,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
     training/                            distill_: trains all subnets; sandwich_step for own loops
     elastic/                             bundles: one folder with every size, which other libraries open
+      folder.py                            what a bundle stores
     engine/                              Engine: ready subnets, fused programs, CUDA graphs
       fusion_plan.py                       which subnets become fused programs
     workers/                             worker processes: one copy of the weights for all of them
@@ -51,16 +52,16 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     command           89    10      8
     comparison       109    13     11
     spec              86    37      8
-    space            344   163      6
+    space            354   168      6
     operators       2391   797     18
-    supernet        2858   830      5
+    supernet        2848   825      5
     insertion       4244   913     12
     ofa_adapters    2588   507      7
     digits           136    18      7
     calibration      873   176      1
     latency          526   280      5
     training        1275   326      5
-    elastic          834   180      1
+    elastic          834   188      1
     engine          2561   688      5
     workers          560    96      0
     costs            308    66      4
@@ -73,7 +74,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1800   372      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32561  9199    226
+    all            32561  9207    226
 
 The README has a glossary of the words that are used here.
 """

@@ -1,6 +1,14 @@
 """Bundles: one folder with every size of a model, which its own library opens too.
 
-`docs/bundle.md` describes the format.
+What a bundle stores (`docs/bundle.md` describes every field):
+
+1. the weights of the largest subnet and the configuration, as the model's own library writes them:
+   `_write_network`;
+2. in `elastic.json`, the space and how the model became elastic, the subnets by name with their figures, the
+   precision, what an engine serves, the fingerprint of the weights, and every file with its checksum:
+   `save_folder`;
+3. the BatchNorm statistics of the named subnets and of the largest, and those that all others share;
+4. latency tables, each with the machine that it was measured on.
 
 Fused programs, packed copies, copies at lower precisions, graphs and compiled code are not stored but made
 again, nor are the values of an engine's example (a loaded engine has zeros) and settings of the machine.
