@@ -24,8 +24,8 @@ from subnetact.serving.policies import (
     MaxBatch,
     ModelSwitching,
     SlackFit,
+    hullfit,
 )
-from subnetact.serving.scheduling import dispatch
 from subnetact.serving.scheduling.context import Context
 
 
@@ -34,12 +34,6 @@ def teach(corrections: Corrections, subnet: int, size: int, factor: float, sprea
     base = float(TABLE.latency_ms[subnet, TABLE.pad_index[size]])
     for noise in rng.normal(0.0, spread, n):
         corrections.observe(subnet, size, base * factor * math.exp(noise))
-
-
-def test_nothing_learned_changes_nothing() -> None:
-    now = Corrections(TABLE).snapshot()
-    assert (now.mean == 1.0).all()
-    assert (now.planned == 1.0).all()
 
 
 def test_the_planned_latency_covers_about_the_97th_percentile_of_what_is_measured() -> None:
@@ -71,14 +65,12 @@ def test_one_slow_batch_does_not_frighten() -> None:
     assert now.planned[0, 0] < 1.5
 
 
-def test_what_was_learned_fades() -> None:
+def test_old_observations_count_less_until_the_subnet_runs_again() -> None:
     corrections = Corrections(TABLE)
+    assert (corrections.snapshot().planned == 1.0).all(), "nothing learned changes nothing"
     teach(corrections, 1, 1, 3.0, 0.05, 500)
     teach(corrections, 1, 1, 1.0, 0.05, 400)
     assert corrections.snapshot().mean[1, 0] == pytest.approx(1.0, abs=0.1)
-
-
-def test_old_observations_count_less_until_the_subnet_runs_again() -> None:
     corrections = Corrections(TABLE)
     teach(corrections, 1, 4, 4.0, 0.0, 100)
     slow = corrections.snapshot().planned[1]
@@ -126,40 +118,37 @@ def test_a_drift_is_logged_once_a_crossing(caplog: pytest.LogCaptureFixture) -> 
 
 def test_what_was_learned_survives_a_restart(tmp_path: Any) -> None:
     corrections = Corrections(TABLE)
-    teach(corrections, 0, 4, 1.7, 0.2, 300)
-    teach(corrections, 1, 1, 1.2, 0.1, 5)
+    for subnet, size, factor in ((0, 4, 3.0), (1, 1, 3.2), (1, 4, 3.0), (0, 1, 3.0)):
+        teach(corrections, subnet, size, factor, 0.1, 300)
     corrections.save(tmp_path / "c.json")
-    again = Corrections(TABLE)
-    teach(again, 1, 4, 2.0, 0.0, 7)
-    again.load(tmp_path / "c.json")
-    for name in ("mean", "planned"):
-        assert (getattr(again.snapshot(), name) == getattr(corrections.snapshot(), name)).all()
+    engine = Timed(factor=3.0)
+    with Batcher(engine, policy=SlackFit(TABLE, slo_ms=12.0), clock_ms=engine.clock_ms) as batcher:
+        teach(batcher.corrections, 1, 4, 2.0, 0.0, 7)
+        batcher.corrections.load(tmp_path / "c.json")
+        for name in ("mean", "planned"):
+            now, saved = batcher.corrections.snapshot(), corrections.snapshot()
+            assert (getattr(now, name) == getattr(saved, name)).all()
+        batcher.replan()
+        assert batcher.stats().replanned == 1
+        assert batcher.submit(0, deadline_ms=8.0).result(20).met, "the first request already"
 
 
 def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
-    corrections = Corrections(TABLE)
+    corrections, path = Corrections(TABLE), tmp_path / "c.json"
     teach(corrections, 0, 4, 1.7, 0.2, 30)
-    path = tmp_path / "c.json"
     corrections.save(path)
     with pytest.raises(ProfileMismatch, match="learned on another latency table"):
         Corrections(TABLE.scaled(2.0)).load(path)
     document = json.loads(path.read_text())
-    for change, match in (
-        ({"schema": 4}, "schema 4, this version reads 3; update subnetact"),
-        ({"averages": [[-1, -1, 1, 0.0, 0.0, 5]]}, "the average"),
-        ({"averages": [[-1, -1, 1, 0.0, 0.0, 0.5]]}, "the average"),
-        ({"kind": "x"}, "not corrections"),
-        ({"averages": [[9, 0, 1, 0.0, 0.0, 0]]}, "the average"),
-        ({"averages": [[0, -2, 1, 0.0, 0.0, 0]]}, "the average"),
-        ({"averages": [[0, 0, 1, math.inf, 0.0, 0]]}, "the average"),
-        ({"averages": [[1]]}, "field is missing"),
-    ):
-        path.write_text(json.dumps({**document, **change}))
+    wrong = [(-1, -1, 1, 0.0, 0.0, 5), (-1, -1, 1, 0.0, 0.0, 0.5), (9, 0, 1, 0.0, 0.0, 0)]
+    wrong += [(0, -2, 1, 0.0, 0.0, 0), (0, 0, 1, math.inf, 0.0, 0)]
+    changes: list[tuple[Any, str]] = [({"averages": [row]}, "the average") for row in wrong]
+    changes += [({"averages": [[1]]}, "field is missing"), ({"kind": "x"}, "not corrections")]
+    changes += [({"schema": 4}, "schema 4, this version reads 3; update subnetact")]
+    for text, match in [("{", "not readable"), *((json.dumps(document | c), m) for c, m in changes)]:
+        path.write_text(text)
         with pytest.raises(FileFormatError, match=match):
             corrections.load(path)
-    path.write_text("{")
-    with pytest.raises(FileFormatError, match="not readable"):
-        corrections.load(path)
 
 
 @pytest.mark.parametrize(
@@ -233,49 +222,7 @@ def test_a_subnet_that_was_slow_for_a_while_is_chosen_again() -> None:
             assert batcher.submit(0, deadline_ms=8.0).result(20).subnet == 1
 
 
-def test_a_restarted_batcher_plans_with_what_the_last_one_learned(tmp_path: Any) -> None:
-    old = Corrections(TABLE)
-    for subnet in (0, 1):
-        for size in (1, 4):
-            teach(old, subnet, size, 3.0, 0.0, 200)
-    old.save(tmp_path / "c.json")
-    engine = Timed(factor=3.0)
-    with Batcher(engine, policy=SlackFit(TABLE, slo_ms=10.0), clock_ms=engine.clock_ms) as batcher:
-        batcher.corrections.load(tmp_path / "c.json")
-        batcher.replan()
-        assert batcher.stats().replanned == 1
-        assert batcher.submit(0, deadline_ms=8.0).result(20).met, "the first request already"
-
-
 # -- a policy of other latencies -------------------------------------------------------------------
-
-
-def test_hullfit_gets_other_latencies_while_another_thread_decides(monkeypatch: Any) -> None:
-    """The other thread is played by the constructor of the new hulls: it asks for one more each time."""
-    from subnetact.serving.policies import hullfit
-
-    policy = HullFit(TABLE, 100.0)
-    for workers in (1, 2, 3):
-        policy._hull(workers, 0)
-    asks = iter(range(4, 100))
-
-    class Meanwhile(hullfit._Hull):
-        busy = False
-
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            if not Meanwhile.busy:
-                Meanwhile.busy = True
-                policy._hull(next(asks))
-                Meanwhile.busy = False
-
-    monkeypatch.setattr(hullfit, "_Hull", Meanwhile)
-    made = policy.retabled(TABLE.scaled(2.0))
-    assert (made.table.latency_ms == 2.0 * TABLE.latency_ms).all()
-
-
-def opened(policy: Any) -> Scheduled:
-    return Scheduled(policy, slo_ms=100.0)
 
 
 def serve(live: Scheduled, slower: float = 1.0) -> int:
@@ -285,7 +232,6 @@ def serve(live: Scheduled, slower: float = 1.0) -> int:
         live.now += slower * job.expected_ms
         live.finish(job)
         batches += 1
-    live.scheduler.ended.clear()
     return batches
 
 
@@ -302,19 +248,21 @@ class Hears:
         return 0, 4
 
     def retabled(self, table: LatencyTable) -> Hears:
-        return Hears(table)
+        return type(self)(table)
 
     def observe(self, *_: float) -> None:
         self.heard += 1
 
 
 class Deaf(Hears):
-    def retabled(self, table: LatencyTable) -> Hears:
-        return Deaf(table)
-
     def observe(self, *_: float) -> None:
         super().observe()
         raise RuntimeError("no ears")
+
+
+class Fails(Hears):
+    def retabled(self, table: LatencyTable) -> Hears:
+        raise ZeroDivisionError("in the user's policy")
 
 
 @pytest.mark.parametrize(("policy", "heard"), [(Hears, [3, 3, 3]), (Deaf, [1, 0, 0])])
@@ -322,7 +270,7 @@ def test_the_policy_of_other_latencies_hears_what_follows_unless_it_raised(
     policy: type[Hears], heard: list[int]
 ) -> None:
     Hears.made = []
-    live = opened(policy(TABLE))
+    live = Scheduled(policy(TABLE), slo_ms=100.0)
     for slower in (3.0, 6.0, 12.0):
         for _ in range(3):
             live.admit("x", 1e6)
@@ -335,13 +283,9 @@ def test_the_policy_of_other_latencies_hears_what_follows_unless_it_raised(
 
 
 def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> None:
-    class Fails(Hears):
-        def retabled(self, table: LatencyTable) -> Hears:
-            raise ZeroDivisionError("in the user's policy")
-
     Hears.made = []
     policy = Fails(TABLE)
-    live = opened(policy)
+    live = Scheduled(policy, slo_ms=100.0)
     live.admit("x", 1e6)
     serve(live, slower=3.0)
     assert live.learner.refresh(at_once=True), "the dispatcher plans with what was learned all the same"
@@ -350,17 +294,27 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
     assert "in the user's policy" in caplog.text
 
 
-def test_plans_are_made_without_the_lock(monkeypatch: Any) -> None:
-    live = opened(HullFit(TABLE, 100.0))
-    held: list[bool] = []
+def test_plans_are_made_without_the_lock_while_another_thread_decides(monkeypatch: Any) -> None:
+    """The other thread is played by the constructor of the new hulls: it asks for one more each time."""
+    policy = HullFit(TABLE, 100.0)
+    live, held, asks = Scheduled(policy, slo_ms=100.0), list[bool](), iter(range(4, 100))
+    for workers in (1, 2, 3):
+        policy._hull(workers, 0)
 
-    class Watched(dispatch._Plan):
+    class Meanwhile(hullfit._Hull):
+        busy = False
+
         def __init__(self, *arguments: Any) -> None:
-            held.append(live.learner._lock.locked())
             super().__init__(*arguments)
+            held.append(live.learner._lock.locked())
+            if not Meanwhile.busy:
+                Meanwhile.busy = True
+                policy._hull(next(asks))
+                Meanwhile.busy = False
 
-    monkeypatch.setattr(dispatch, "_Plan", Watched)
     live.admit("x", 1e6)
     serve(live, slower=3.0)
+    monkeypatch.setattr(hullfit, "_Hull", Meanwhile)
     assert live.learner.refresh(at_once=True)
-    assert held == [False]
+    assert held
+    assert not any(held)

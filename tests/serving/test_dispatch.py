@@ -1,7 +1,4 @@
-"""How the next batch is formed: holes in the table, input shapes, priorities, and a bounded amount of work.
-
-What is counted is entries of the queue, plans and bytes, not time.
-"""
+"""How the next batch is formed: holes in the table, input shapes, priorities, and work that is bounded."""
 
 from __future__ import annotations
 
@@ -172,41 +169,36 @@ def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
         Counted.read = 0
         assert dispatcher.next_batch(0.0, 0) is not None
         assert Counted.read < 2_500
-
-
-def test_a_batch_looks_at_a_bounded_number_of_requests_that_demand_more() -> None:
-    dispatcher = dispatcher_of(SMALL, expired="drop")
+    dispatcher = dispatcher_of(SMALL, expired=expired)
     filled(dispatcher.queue, 20_000, [80.0])
     dispatcher.queue.push(999.0, first := Request(Ask(999.0), 0.0))
     Counted.read = 0
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    assert batch.part == [first]
+    assert batch.part == [first], "all others demand more"
     assert Counted.read < 5_000
 
 
 @pytest.mark.parametrize("floors", [[0.0], [0.0, 0.0, 78.0]])
 def test_hullfit_looks_at_a_bounded_number_of_requests(a40: LatencyTable, floors: list[float]) -> None:
-    class Recorded(EDFQueue[int]):
-        seen = 0
+    seen: list[int] = []
 
+    class Recorded(EDFQueue[int]):
         def deadlines(self, start: int, step: int) -> list[float]:
-            part = super().deadlines(start, step)
-            Recorded.seen += len(part)
+            seen.append(len(part := super().deadlines(start, step)))
             return part
 
         def classes(self, start: int, stop: int) -> list[Any]:
-            part = super().classes(start, stop)
-            Recorded.seen += len(part)
+            seen.append(len(part := super().classes(start, stop)))
             return part
 
-    policy, queue = HullFit(a40, 1000.0), Recorded()
+    queue = Recorded()
     for i in range(20_000):
         queue.push(float(i), i, floors[i % len(floors)])
     context = Context(queue, ArrivalMeter(), [0.0] * 8, 1000.0)
     context.queued, context.slack_ms = len(queue), 10.0
-    policy.decide(context)
-    assert 0 < Recorded.seen < 1_000
+    HullFit(a40, 1000.0).decide(context)
+    assert 0 < sum(seen) < 1_000
 
 
 @pytest.mark.parametrize(
@@ -294,18 +286,14 @@ def shaped(policy: Any, slo_ms: float) -> Scheduled:
     return Scheduled(policy, [SHORT, LONG], slo_ms=slo_ms, shape_of=Strings().shape_of)
 
 
-def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
+def test_expiry_and_what_is_learned_go_by_the_latencies_of_a_shape() -> None:
     live = shaped(Fixed(LONG, 0), slo_ms=50.0)
     live.admit("a long string", 5.0)
-    short = live.admit("ab", 5.0)
+    live.admit("ab", 5.0)
     job = live.idle()
     assert live.ended() == {"a long string": DeadlinePassed}
     assert job is not None
-    assert job.requests() == [short]
-    assert job.expected_ms == 1.0
-
-
-def test_what_one_shape_teaches_is_applied_to_the_others_in_proportion() -> None:
+    assert ([request.x for request in job.requests()], job.expected_ms) == (["ab"], 1.0)
     live = shaped(SlackFit(LONG, slo_ms=500.0), slo_ms=500.0)
     for _ in range(64):  # short requests take three times as long as their table says
         live.admit("ab", 400.0)
@@ -353,55 +341,48 @@ def test_in_overload_alone_the_least_important_expire(
     assert unaffordable(queue_of(*entries), 0.0, free, (2.0, 4), 1.0) == expected
 
 
-@pytest.mark.parametrize("rule", ["drop", "defer", "serve"])
-def test_priority_decides_who_misses(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "priority", "left_out"), [("drop", 1, (4, 0)), ("defer", 1, (0, 4)), ("serve", 0, (0, 0))]
+)
+def test_priority_decides_who_misses(rule: str, priority: int, left_out: tuple[int, int]) -> None:
     dropped: list[Request] = []
     dispatcher = Dispatcher(Fixed(FAST, 0), [FAST], [0.0], 36.0, rule, dropped.extend)
     entries = [*((2.0 + i / 100, 0) for i in range(4)), *[(2.5, 1)] * 4]
     dispatcher.queue = dispatcher.context.queue = queue_of(*entries)
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    assert {request.ask.priority for request in batch.part} == ({0} if rule == "serve" else {1})
-    assert (len(dropped), len(dispatcher.deferred)) == {"drop": (4, 0), "defer": (0, 4), "serve": (0, 0)}[
-        rule
-    ]
+    assert {request.ask.priority for request in batch.part} == {priority}
+    assert (len(dropped), len(dispatcher.deferred)) == left_out
 
 
 @pytest.mark.parametrize("leaves", ["served", "cancelled", "expired"])
 def test_priorities_are_weighed_only_while_a_request_with_one_waits(monkeypatch: Any, leaves: str) -> None:
     looked: list[int] = []
-    original = dispatch.unaffordable
 
-    def counted(queue: Any, *arguments: Any) -> list[int]:
-        looked.append(len(queue))
-        return original(queue, *arguments)
+    def counted(*arguments: Any, look: Any = dispatch.unaffordable) -> Any:
+        looked.append(1)
+        return look(*arguments)
 
     monkeypatch.setattr(dispatch, "unaffordable", counted)
     live = Scheduled(Fixed(SMALL, 0), slo_ms=100.0)
 
-    def overload() -> None:
+    def weighed(leave: Any = None) -> bool:
         for _ in range(9):
             live.admit("x", 20.0)
-
-    def serve() -> None:
+        if leave is not None:
+            leave()
+        looked.clear()
         while (job := live.idle()) is not None:
             live.now += job.expected_ms
             live.finish(job)
         live.scheduler.ended.clear()
+        return bool(looked)
 
-    overload()
-    serve()
-    assert not looked, "nobody has a priority"
-    overload()
-    important = live.admit("x", 20.0, priority=5)
-    if leaves == "cancelled":
-        live.scheduler.withdraw(important)
-    elif leaves == "expired":
-        live.now += 1000.0
-    serve()
-    assert bool(looked) == (leaves == "served")
-    assert not important.open
-    looked.clear()
-    overload()
-    serve()
-    assert not looked, "nobody has a priority any more"
+    def leave() -> None:
+        important = live.admit("x", 20.0, priority=5)
+        if leaves == "cancelled":
+            live.scheduler.withdraw(important)
+        live.now += 1000.0 * (leaves == "expired")
+
+    found = weighed(), weighed(leave), weighed()
+    assert found == (False, leaves == "served", False), "nobody has a priority before and after it"

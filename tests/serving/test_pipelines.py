@@ -46,6 +46,12 @@ def engine(name: str, table: LatencyTable = FAST, **options: Any) -> Stage:
     return Stage(name, Tagging(table), table=table, **options)
 
 
+def gated() -> tuple[Stage, threading.Event]:
+    """Return a first stage, which holds the input "hold" until the event is set."""
+    gate = threading.Event()
+    return Stage("a", lambda x: gate.wait(60) if x == "hold" else x), gate
+
+
 # -- the graph ---------------------------------------------------------------------------------------
 
 
@@ -59,33 +65,38 @@ def test_the_order_and_the_work_behind_a_stage() -> None:
     least = graph.least_ms(tables, 5.0)
     assert least == {"a": 5.0, "b": 2.0, "c": 4.0, "d": 8.0}  # a, then c by its edge that every request takes
     assert graph.reserves(tables, dict.fromkeys(work, 1.0))["a"] == pytest.approx(8 / 9)
+    # the median of 1 and 3, and two full batches
+    assert [expected_work_ms(FAST, inputs) for inputs in (1, 3, 8)] == [2.0, 4.0, 8.0]
 
 
-def test_the_expected_work_of_several_inputs() -> None:
-    assert expected_work_ms(FAST) == 2.0  # the median of 1 and 3
-    assert expected_work_ms(FAST, 3) == 4.0
-    assert expected_work_ms(FAST, 8) == 8.0  # two full batches
+def test_what_cannot_be_served_is_refused_and_counted() -> None:
+    between: list[PipelineStats] = []
 
+    def prepare(x: Any) -> Any:
+        if isinstance(x, BaseException):
+            raise x
+        if x != "later":
+            return x
+        between.append(live.stats())
+        return "refused"
 
-def test_a_stage_whose_share_of_the_time_is_short_answers_what_the_slack_of_others_permits() -> None:
-    slow = engine("b", FAST.scaled(30.0), after={"a": lambda _: True})
-    with pipeline(engine("a"), slow, slo_ms=20.0) as live:
-        assert live.submit("x", 1e6).result(60).met
-
-
-def test_a_deadline_below_the_shortest_path_is_refused() -> None:
-    with pipeline(engine("a"), engine("b", after=["a"])) as live:
+    with pipeline(engine("a"), engine("b", prepare=prepare), engine("c", after=["a"])) as live:
         with pytest.raises(InvalidRequest, match="takes 2 ms at least"):
             live.submit("x", 1.9)
         with pytest.raises(InvalidRequest, match="deadline_ms"):
             live.submit("x", float("nan"))
-        with pytest.raises(InvalidRequest, match="refused"):
-            live.submit("refused")
-        stats = live.stats()
-        assert (stats.refused, stats.submitted, stats.open) == (3, 0, 0)
+        for x in ("refused", "later"):
+            with pytest.raises(InvalidRequest, match="refused"):
+                live.submit(x)
+        for error in (ValueError("this input"), SystemExit("this input")):
+            with pytest.raises(BatchFailed, match="this input"):
+                live.submit(error)
+        assert live.submit("x").result(60).met
+        for stats, counted in ((between[0], (0, 0, 3, 0)), (live.stats(), (1, 0, 6, 0))):
+            assert (stats.submitted, stats.failed, stats.refused, stats.open) == counted
     with pytest.raises(BatcherClosed):
         live.submit("x")
-    assert live.stats().refused == 4
+    assert live.stats().refused == 7
 
 
 # -- live ----------------------------------------------------------------------------------------------
@@ -97,12 +108,13 @@ def test_outputs_travel_along_the_edges_taken() -> None:
         Stage("upper", str.upper, after=["split"], each=True, inputs=3),
         Stage("many", lambda x: f"{len(x)} letters", after={"upper": lambda x: len(x) > 2}),
         Stage("join", lambda x: x, after=["upper", "many"]),
+        Stage("count", len, after="split"),
     ]
-    with pipeline(*stages, sample="abc") as live:
+    with pipeline(*stages, sample="abc", threads_per_worker=1) as live:
         answer = live.submit("abc").result(60)
-        assert answer.output == {"upper": ["A", "B", "C"], "many": "3 letters"}
-        assert live.submit("ab").result(60).output == {"upper": ["A", "B"]}
-        assert live.submit("").result(60).output == {"upper": []}
+        assert answer.output == {"join": {"upper": ["A", "B", "C"], "many": "3 letters"}, "count": 3}
+        assert live.submit("ab").result(60).output == {"join": {"upper": ["A", "B"]}, "count": 2}
+        assert live.submit("").result(60).output == {"join": {"upper": []}, "count": 0}
         assert [len(answer.stages[name]) for name in ("split", "upper", "many", "join")] == [1, 3, 1, 1]
         assert answer.met
         for times in answer.stages.values():
@@ -110,27 +122,21 @@ def test_outputs_travel_along_the_edges_taken() -> None:
         assert live.stats().met == 3
 
 
-def test_several_last_stages_answer_together() -> None:
-    stages = [
-        Stage("a", lambda x: x),
-        Stage("b", lambda x: x + 1, after="a"),
-        Stage("c", lambda x: -x, after={"a": lambda x: x > 0}),
-    ]
-    with pipeline(*stages, sample=1, threads_per_worker=1) as live:
-        assert live.submit(5).result(60).output == {"b": 6, "c": -5}
-        assert live.submit(-5).result(60).output == {"b": -4}
+def leave(x: Any) -> Any:
+    if "leave" in x:
+        raise SystemExit("no more")
+    return x
 
 
 def test_a_request_fails_with_the_error_of_its_stage_and_no_other_does() -> None:
-    with pipeline(engine("a"), Stage("b", lambda x: x[1] + "", after=["a"])) as live:
+    with pipeline(engine("a"), Stage("b", lambda x: x[1] + "", after=["a"], prepare=leave)) as live:
         good = [live.submit("x") for _ in range(5)]
-        with pytest.raises(BatchFailed, match="this input"):
-            live.submit("raise").result(60)
-        with pytest.raises(BatchFailed):
-            live.submit(3).result(60)
-        assert [f.result(60).output for f in good] == ["x"] * 5
+        for x, words in (("raise", "this input"), (3, "TypeError"), ("leave", "SystemExit: no more")):
+            with pytest.raises(BatchFailed, match=words):
+                live.submit(x).result(60)
+        assert [future.result(60).output for future in good] == ["x"] * 5
         stats = live.stats()
-        assert (stats.met, stats.failed, stats.open) == (5, 2, 0)
+        assert (stats.met, stats.failed, stats.open) == (5, 3, 0)
 
 
 def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
@@ -149,13 +155,18 @@ def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
 
 def test_the_slack_of_a_stage_is_what_the_expected_tail_leaves() -> None:
     slow = FAST.scaled(10.0)
-    clock = {"clock_ms": lambda: 0.0}
-    with pipeline(engine("a"), engine("b", slow, after=["a"]), slo_ms=220.0, **clock) as live:
+    with pipeline(
+        engine("a"), engine("b", slow, after={"a": lambda _: True}), slo_ms=220.0, clock_ms=lambda: 0.0
+    ) as live:
         live.submit("x").result(60)
-        stages = {name: batcher.stats() for name, batcher in live.batchers.items()}
+        slack = {name: one.stats().histograms["slack_ms"].total for name, one in live.batchers.items()}
     # works 2 and 20: the first stage gets 1/11 of the time, the second what is left
-    assert stages["a"].histograms["slack_ms"].total == pytest.approx(20.0)
-    assert stages["b"].histograms["slack_ms"].total > 150.0
+    assert slack["a"] == pytest.approx(20.0)
+    assert slack["b"] > 150.0
+    with pipeline(
+        engine("a"), engine("b", slow.scaled(3.0), after={"a": lambda _: True}), slo_ms=20.0
+    ) as live:
+        assert live.submit("x", 1e6).result(60).met, "the slack of others permits it"
 
 
 def test_a_request_that_cannot_reach_the_end_in_time_is_dropped_between_stages() -> None:
@@ -193,36 +204,15 @@ def test_a_guessed_latency_is_no_drift(caplog: pytest.LogCaptureFixture) -> None
     assert "profile this machine" not in caplog.text
 
 
-def test_cancelling_withdraws_the_request() -> None:
-    gate = threading.Event()
-    first = Stage("a", lambda x: gate.wait(60) if x == "hold" else x)
-    with pipeline(first, engine("b", after=["a"])) as live:
-        held = live.submit("hold")
-        waiting = live.submit("y")
-        assert waiting.cancel()
-        gate.set()
-        held.result(60)
-        stats = live.stats()
-        assert (stats.cancelled, stats.met, stats.open) == (1, 1, 0)
-
-
-def test_closing_without_draining_ends_every_request() -> None:
-    gate = threading.Event()
-    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x), engine("b", after=["a"]))
-    futures = [live.submit("hold") for _ in range(4)]
-    futures[-1].add_done_callback(lambda _: gate.set())  # it waits behind the first, until it is closed
-    live.close(drain=False)
-    assert all(f.done() for f in futures)
-    assert any(isinstance(f.exception(), BatcherClosed) for f in futures)
-
-
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing_in_a_callback_returns_and_finishes_what_was_accepted(drain: bool, wait_for: Any) -> None:
-    before = set(threading.enumerate())
-    gate, closed = threading.Event(), threading.Event()
-    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x), engine("b", after=["a"]))
-    futures = [live.submit(x) for x in ("hold", "y", "z")]
+    before, closed = set(threading.enumerate()), threading.Event()
+    first, gate = gated()
+    live = pipeline(first, engine("b", after=["a"]))
+    futures = [live.submit(x) for x in ("hold", "y", "z", "w")]
+    assert futures.pop().cancel(), "it is withdrawn"
     futures[0].add_done_callback(lambda _: (live.close(drain), closed.set()))
+    futures[1].add_done_callback(lambda _: leave(["leave"]))  # which ends no other request
     gate.set()
     assert closed.wait(60)
     for future in futures:
@@ -232,37 +222,13 @@ def test_closing_in_a_callback_returns_and_finishes_what_was_accepted(drain: boo
         live.submit("x")
     live.close()
     wait_for(lambda: set(threading.enumerate()) <= before, 60)
-
-
-def test_an_exit_in_a_function_ends_only_its_request() -> None:
-    def leave(x: Any) -> Any:
-        if x == "leave":
-            raise SystemExit("no more")
-        return x
-
-    with pipeline(Stage("a", lambda x: x), Stage("b", lambda x: x, after=["a"], prepare=leave)) as live:
-        bad, good = live.submit("leave"), live.submit("x")
-        with pytest.raises(BatchFailed, match="SystemExit: no more"):
-            bad.result(60)
-        assert good.result(60).output == "x"
-        assert live.stats().failed == 1
-
-
-def test_an_answer_that_arrives_while_the_client_cancels_is_discarded() -> None:
-    gate = threading.Event()
-    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x))
-    future = live.submit("hold")
-    future.add_done_callback(lambda _: (gate.set(), live.close()))  # the request is answered meanwhile
-    assert future.cancel()
-    assert future.cancelled()
     stats = live.stats()
-    assert stats.met + stats.cancelled == 1
-    assert stats.open == 0
+    assert (stats.cancelled, stats.open) == (1, 0)
 
 
-def test_closing_in_a_callback_that_closing_itself_calls_returns() -> None:
-    gate = threading.Event()
-    live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x))
+def test_closing_in_callbacks_of_requests_that_closing_and_cancelling_end_returns() -> None:
+    first, gate = gated()
+    live = pipeline(first)
     held, waiting = live.submit("hold"), live.submit("x")
     waiting.add_done_callback(lambda _: (live.close(), gate.set()))
     closing = threading.Thread(target=live.close, kwargs={"drain": False}, daemon=True)
@@ -271,36 +237,13 @@ def test_closing_in_a_callback_that_closing_itself_calls_returns() -> None:
     assert not closing.is_alive()
     assert held.done()
     assert isinstance(waiting.exception(0), BatcherClosed)
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_an_error_in_the_preparation_for_a_first_stage_refuses_the_request(
-    error: type[BaseException],
-) -> None:
-    def prepare(x: Any) -> Any:
-        if x == "raise":
-            raise error("this input")
-        return x
-
-    with pipeline(engine("a"), engine("b", prepare=prepare)) as live:
-        with pytest.raises(BatchFailed, match="this input"):
-            live.submit("raise")
-        assert live.submit("x").result(60).met
-        stats = live.stats()
-        assert (stats.submitted, stats.met, stats.refused, stats.open) == (1, 1, 1, 0)
-
-
-def test_an_exit_in_a_callback_of_a_client_ends_no_other_request() -> None:
-    def leave(_: Any) -> None:
-        raise SystemExit("no more")
-
-    gate = threading.Event()
-    with pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x)) as live:
-        left = live.submit("hold")
-        left.add_done_callback(leave)
-        gate.set()
-        assert left.result(60).met
-        assert live.submit("x").result(60).met
+    first, gate = gated()
+    live = pipeline(first)
+    future = live.submit("hold")
+    future.add_done_callback(lambda _: (gate.set(), live.close()))  # the request is answered meanwhile
+    assert future.cancel()
+    stats = live.stats()
+    assert (stats.met + stats.cancelled, stats.open) == (1, 0)
 
 
 def test_requests_that_are_cancelled_at_any_time_have_one_outcome() -> None:
@@ -319,22 +262,6 @@ def test_requests_that_are_cancelled_at_any_time_have_one_outcome() -> None:
     assert stats.met + stats.cancelled == 200
     assert stats.cancelled <= sum(cancelled)
     assert not any(batcher.stats().queued for batcher in live.batchers.values())
-
-
-def test_a_request_counts_as_accepted_only_when_every_first_stage_has_accepted_it() -> None:
-    between: list[PipelineStats] = []
-
-    def prepare(x: Any) -> Any:
-        if x != "later":
-            return x
-        between.append(live.stats())
-        return "refused"
-
-    with pipeline(engine("a"), engine("b", prepare=prepare)) as live:
-        with pytest.raises(InvalidRequest, match="refused"):
-            live.submit("later")
-        counted = [(one.submitted, one.failed, one.refused, one.open) for one in (*between, live.stats())]
-        assert counted == [(0, 0, 0, 0), (0, 0, 1, 0)]
 
 
 # -- simulation ------------------------------------------------------------------------------------------
@@ -376,11 +303,10 @@ def test_the_simulation_follows_edges_and_numbers_of_inputs() -> None:
 
 
 def test_a_request_that_takes_no_last_stage_ends_with_the_last_that_it_takes() -> None:
-    stages = [StageModel("a", {"cpu": FAST}), StageModel("b", {"cpu": FAST}, {"a": 1.0})]
-    stages.append(StageModel("c", {"cpu": FAST}, {"b": 1e-9}))
+    edges = {"a": {}, "b": {"a": 1.0}, "c": {"b": 1e-9}}
+    stages = tuple(StageModel(name, {"cpu": FAST}, after) for name, after in edges.items())
     choices = dict.fromkeys("abc", StageChoice("cpu", 1, 1))
-    described = PipelineModel(tuple(stages), {"cpu": 1.0}, 60.0)
-    found = estimate_pipeline([0.0], described, choices)
+    found = estimate_pipeline([0.0], PipelineModel(stages, {"cpu": 1.0}, 60.0), choices)
     assert found.stages["c"].result.requests == 0
     first = found.stages["b"].arrivals_ms[0]
     assert first > 0.0
@@ -391,6 +317,8 @@ def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() ->
     arrivals = poisson(400, 3, seed=3)
     found = plan_pipeline(arrivals, model(), most_workers=16)
     assert found.estimate.percentile_ms(99.0) <= 60.0
+    easy = plan_pipeline(poisson(20, 5, seed=3), model(200.0, min_accuracy=70.0))
+    assert easy.choices["a"].min_accuracy == 80.0, "it is raised when that is free"
     cheaper = [
         choices
         for a in range(1, 5)
@@ -402,11 +330,6 @@ def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() ->
     assert cheaper
     for choices in cheaper:
         assert estimate_pipeline(arrivals, model(), choices).percentile_ms(99.0) > 60.0
-
-
-def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
-    found = plan_pipeline(poisson(20, 5, seed=3), model(200.0, min_accuracy=70.0))
-    assert found.choices["a"].min_accuracy == 80.0
 
 
 def test_the_simulation_predicts_the_live_percentile() -> None:
