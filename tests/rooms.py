@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,33 +133,13 @@ def arrows_up(graph: dict[str, set[str]]) -> list[str]:
     return found
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
-    numbers: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        numbers[name] = lowest[name] = len(numbers)
-        stack.append(name)
-        for target in sorted(graph.get(name, ())):
-            if target not in numbers:
-                visit(target)
-                lowest[name] = min(lowest[name], lowest[target])
-            elif target in stack:
-                lowest[name] = min(lowest[name], numbers[target])
-        if lowest[name] == numbers[name]:
-            group = [stack.pop()]
-            while group[-1] != name:
-                group.append(stack.pop())
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in sorted(graph):
-        if name not in numbers:
-            visit(name)
-    return found
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle, if there are any."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 class Size(NamedTuple):
@@ -240,7 +221,7 @@ def main() -> None:
         ordered = sorted(targets, key=lambda target: lines[target])
         print(f"{number:>2}  {room} ({files} file{'s' * (files != 1)}) <- {', '.join(ordered) or 'nothing'}")
     print(f"arrows up: {', '.join(arrows_up(graph)) or 'none'}")
-    print(f"circles: {'; '.join(' <-> '.join(group) for group in circles(graph)) or 'none'}")
+    print(f"circle: {' <- '.join(circle(graph)) or 'none'}")
     print("\n".join(["", *size_table()]))
 
 

@@ -49,38 +49,6 @@ def test_every_public_name_exists_and_is_documented() -> None:
         subnetact.nonsense  # noqa: B018
 
 
-def names_bound(body: list[ast.stmt]) -> set[str]:
-    """Return the names that statements bind, also inside `if`, `try` and `with`."""
-    bound = set[str]()
-    for node in body:
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            bound |= names_bound(node.body)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            names = [*ast.walk(getattr(node, "target", node)), *getattr(node, "targets", ())]
-            bound |= {n.id for n in names if isinstance(n, ast.Name)}
-        else:
-            bound.add(getattr(node, "name", ""))
-    return bound
-
-
-def test_dunder_all_names_what_the_module_has() -> None:
-    wrong = []
-    for path in (
-        path for package in ("subnetact", "ofa_adapters") for path in (ROOT / package).rglob("*.py")
-    ):
-        tree = ast.parse(path.read_text())
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                listed = [
-                    one.value for one in getattr(node.value, "elts", []) if isinstance(one, ast.Constant)
-                ]
-                missing = set(listed) - names_bound(tree.body)
-                wrong += [f"{path.relative_to(ROOT)}: {name}" for name in missing]
-    assert not wrong
-
-
 def test_importing_is_quiet_and_initialises_nothing() -> None:
     code = "import sys, subnetact, subnetact.serving, subnetact.latency; print('torch' in sys.modules)"
     assert python(code) == "False"

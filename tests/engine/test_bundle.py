@@ -13,7 +13,6 @@ import torch
 from elastic_networks import one_width
 from torch import nn
 
-from ofa_adapters import load
 from subnetact import Batcher, Engine, LatencyTable, calibrate, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.elastic.__main__ import main as check_bundle
@@ -71,16 +70,6 @@ def test_an_engine_round_trips(engine: Engine, tmp_path: Path) -> None:
     alone = torch.cat([supernet(x[None], subnet=spec) for x in X])  # It is in evaluation mode.
     torch.testing.assert_close(supernet(X, subnet=spec), alone, rtol=5e-5, atol=5e-5)
     assert (supernet.training, supernet.fingerprint()) == (False, before)
-
-
-@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path, dtype: torch.dtype) -> None:
-    supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3).to(dtype)
-    x = torch.randn(2, 3, 32, 32).to(dtype)
-    engine = Engine(supernet, [supernet.space.smallest()], example=x[:1], allow_uncalibrated=True)
-    engine.save(tmp_path)
-    torch.testing.assert_close(Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))
 
 
 class Versioned(nn.Linear):
