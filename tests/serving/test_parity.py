@@ -34,20 +34,8 @@ def test_the_simulator_does_what_the_live_batcher_does(name: str, expired: str, 
     def policy() -> Any:
         return Preemptive(SlackFit(TABLE, 40.0)) if name == "preemptive" else make_policy(name, TABLE, 40.0)
 
-    predicted = simulate(
-        arrivals,
-        TABLE,
-        policy(),
-        slo,
-        workers=1,
-        expired=expired,
-        min_accuracy=floors,
-        priority=priority,
-        clients=clients,
-        shares=shares,
-        blocks=BLOCKS,
-        requests=True,
-    )
+    asks: Any = {"min_accuracy": floors, "priority": priority, "clients": clients, "shares": shares}
+    predicted = simulate(arrivals, TABLE, policy(), slo, 1, expired, blocks=BLOCKS, requests=True, **asks)
     engine = Sleeping(VirtualTime(), TABLE, blocks=BLOCKS)
     options: Any = {"slo_ms": float(np.median(slo)), "learn": False, "clock_ms": engine.time}
     with Batcher(engine, policy=policy(), expired=expired, shares=shares, **options) as batcher:
@@ -61,9 +49,8 @@ def test_the_simulator_does_what_the_live_batcher_does(name: str, expired: str, 
         stats = batcher.stats()
     log = predicted.log
     assert log is not None
-    expected = {
-        i: (log.start_ms[i], log.finish_ms[i], log.subnet[i]) for i in range(count) if log.subnet[i] >= 0
-    }
+    times = zip(log.start_ms, log.finish_ms, log.subnet, strict=True)
+    expected = {i: facts for i, facts in enumerate(times) if facts[2] >= 0}
     ran = {x: (run.began_ms, run.ended_ms, run.subnet) for run in engine.finished for x in run.inputs}
     assert set(ran) == set(expected)
     for i, seen in ran.items():

@@ -17,6 +17,7 @@ from subnetact.serving import Batcher, Fixed, Preemptive, SlackFit, simulate
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.scheduling.request import Ask, Job, Request
+from subnetact.serving.simulation.simulator import WorkerEvent
 
 BLOCKS = 10
 TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8.0, 40.0]])
@@ -48,12 +49,13 @@ def test_an_urgent_request_preempts_if_nothing_becomes_late() -> None:
 
 
 def test_nothing_preempts_without_need_or_without_use() -> None:
-    policy = Preemptive(Fixed(TABLE, 1))
-    assert policy.preempt(context([100.0], [40.0]), [running()]) is None  # in time after the running batch
-    assert policy.preempt(context([1.0], [40.0]), [running()]) is None  # late in any case
-    assert (
-        policy.preempt(context([30.0], [20.0, 40.0]), [running(worker=1)]) is None
-    )  # another worker is free soon
+    for deadline, free_at, worker in (
+        (100.0, [40.0], 0),  # in time after the running batch
+        (1.0, [40.0], 0),  # late in any case
+        (30.0, [20.0, 40.0], 1),  # another worker is free soon
+    ):
+        asked = context([deadline], free_at), [running(worker=worker)]
+        assert Preemptive(Fixed(TABLE, 1)).preempt(*asked) is None
 
 
 def test_the_value_of_both_sides_decides() -> None:
@@ -66,44 +68,52 @@ def test_the_value_of_both_sides_decides() -> None:
 
 
 def test_blocks_are_as_long_as_the_time_that_urgent_requests_may_wait() -> None:
-    policy = Preemptive(SlackFit(TABLE, 50.0), block_ms=20.0)
-    assert policy.block_length(10, 40.0) == 5
-    assert policy.block_length(3, 20.0) == 3, "a batch that is no longer than a block is one"
-    assert policy.block_length(10, 200.1) == 1, "a longer layer block is a block of its own"
-    assert policy.block_length(10, 0.0) == 1, "the latency is not known"
-    assert Preemptive(SlackFit(TABLE, 50.0)).block_length(10, 6.8) == 2
-    assert Preemptive(SlackFit(TABLE, 50.0), block_ms=0.0).block_length(10, 6.8) == 1
+    for block_ms, layers, batch_ms, length in (
+        (20.0, 10, 40.0, 5),
+        (20.0, 3, 20.0, 3),  # a batch that is no longer than a block is one
+        (20.0, 10, 200.1, 1),  # a longer layer block is a block of its own
+        (20.0, 10, 0.0, 1),  # the latency is not known
+        (None, 10, 6.8, 2),
+        (0.0, 10, 6.8, 1),
+    ):
+        options = {} if block_ms is None else {"block_ms": block_ms}
+        assert Preemptive(SlackFit(TABLE, 50.0), **options).block_length(layers, batch_ms) == length
 
 
 # -- the simulator ---------------------------------------------------------------------------------------
 
 
+ARRIVALS = [0.0] * 16 + [5.0]
+"""A full batch, and an urgent request while it runs."""
+
+
+def simulated(policy: Any = None, urgent_ms: float = 20.0, others_ms: float = 100.0, **options: Any) -> Any:
+    slo_ms = [others_ms] * 16 + [urgent_ms]
+    policy = preemptive() if policy is None else policy
+    return simulate(ARRIVALS, TABLE, policy, slo_ms, blocks=BLOCKS, requests=True, **options)
+
+
 def test_a_batch_stops_at_the_end_of_its_block_and_continues() -> None:
-    slo = [100.0] * 16 + [20.0]
-    result = simulate(
-        [0.0] * 16 + [5.0], TABLE, Preemptive(Fixed(TABLE, 1)), slo, blocks=BLOCKS, requests=True
-    )
-    assert result.log is not None
+    seen: list[tuple[int, float]] = []
+
+    class Watching(Preemptive):
+        def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
+            seen.append((batch_size, measured_ms))
+
+    result = simulated(Watching(Fixed(TABLE, 1)))
     assert (result.met, result.preempted) == (17, 1)
     assert result.log.start_ms[16] == 8.0  # the second block of 4 ms ends
-    assert result.log.finish_ms[16] == 16.0
-    assert result.log.finish_ms[:16].tolist() == [48.0] * 16
-    late = simulate([0.0] * 16 + [5.0], TABLE, Fixed(TABLE, 1), slo)
-    assert late.met == 16
+    assert result.log.finish_ms.tolist() == [48.0] * 16 + [16.0]
+    assert seen == [(1, 8.0), (16, 40.0)], "without the time of the urgent one"
+    assert simulated(Fixed(TABLE, 1)).met == 16
+    events = [WorkerEvent(10.0, 0, False), WorkerEvent(30.0, 0, True)]
+    result = simulated(others_ms=200.0, expired="serve", events=events)
+    assert (result.met, result.dropped, result.unserved) == (16, 1, 0), "both batches get a second try"
 
 
 def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
     """A block of 8 ms is two of ten layer blocks of 4 ms, so that the batch looks four times."""
-    long = simulate(
-        [0.0] * 16 + [5.0],
-        TABLE,
-        Preemptive(Fixed(TABLE, 1), block_ms=8.0),
-        [100.0] * 16 + [22.0],
-        blocks=BLOCKS,
-        look_ms=0.5,
-        requests=True,
-    )
-    assert long.log is not None
+    long = simulated(Preemptive(Fixed(TABLE, 1), block_ms=8.0), 22.0, look_ms=0.5)
     assert long.log.start_ms[16] == pytest.approx(8.4)  # a fifth of 42 ms
     assert long.log.finish_ms.tolist() == pytest.approx([50.0] * 16 + [16.4])
     assert long.log.start_ms[0] == 0.0, "a batch that was suspended began before"
@@ -112,33 +122,6 @@ def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
     policy = Preemptive(Fixed(TABLE, 0), block_ms=2.0)
     short = simulate([0.0], TABLE, policy, 50.0, blocks=BLOCKS, look_ms=0.5)
     assert short.end_ms == pytest.approx(2.0), "a batch of at most 2 ms is one block"
-
-
-def test_a_policy_is_told_how_long_a_suspended_batch_ran_in_all() -> None:
-    seen: list[tuple[int, float]] = []
-
-    class Watching(Preemptive):
-        def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
-            seen.append((batch_size, measured_ms))
-
-    policy = Watching(Fixed(TABLE, 1))
-    simulate([0.0] * 16 + [5.0], TABLE, policy, [100.0] * 16 + [20.0], blocks=BLOCKS)
-    assert seen == [(1, 8.0), (16, 40.0)]
-
-
-def test_a_worker_that_goes_down_gives_both_batches_a_second_try() -> None:
-    from subnetact.serving.simulation.simulator import WorkerEvent
-
-    result = simulate(
-        [0.0] * 16 + [5.0],
-        TABLE,
-        Preemptive(Fixed(TABLE, 1)),
-        [200.0] * 16 + [20.0],
-        blocks=BLOCKS,
-        expired="serve",
-        events=[WorkerEvent(10.0, 0, False), WorkerEvent(30.0, 0, True)],
-    )
-    assert (result.met, result.dropped, result.unserved) == (16, 1, 0)
 
 
 # -- live ------------------------------------------------------------------------------------------------
@@ -188,23 +171,6 @@ def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
             assert future.result(0).latency_ms > urgent.result(0).latency_ms
         stats = batcher.stats()
         assert (stats.preempted, stats.met) == (1, 18)
-
-
-def test_a_policy_may_have_blocks_of_a_fixed_length() -> None:
-    class Pairs(Preemptive):
-        def block_length(self, layer_blocks: int, batch_ms: float) -> int:
-            return 2
-
-    looked: list[int] = []
-    engine = sleeping(scale=5.0)
-    with opened(engine, Pairs(Fixed(TABLE, 1))) as batcher:
-        slow = occupied(engine, batcher, looked.append)
-        urgent = batcher.submit("x", 150.0)
-        engine.time.run()
-        assert urgent.result(0).waited_ms == pytest.approx(40.0)
-        assert all(future.result(0).met for future in slow)
-        assert batcher.stats().preempted == 1
-    assert looked == [2, 4, 6, 8, 10]
 
 
 def test_a_request_becomes_urgent_when_the_running_batch_falls_behind() -> None:

@@ -1,7 +1,7 @@
 import tracemalloc
+import weakref
 from bisect import insort
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -79,10 +79,7 @@ def test_taken_items_are_released():
     class Input:
         pass
 
-    import weakref
-
-    queue = EDFQueue()
-    x = Input()
+    queue, x = EDFQueue(), Input()
     seen = weakref.ref(x)
     queue.push(1.0, x)
     for i in range(2000):
@@ -90,6 +87,9 @@ def test_taken_items_are_released():
     queue.take(1)
     del x
     assert seen() is None
+    assert not queue.remove(2.0, "what is not queued")
+    assert not queue.remove(0.0, None)
+    assert len(queue) == 2000
 
 
 def test_long_queues_are_compacted():
@@ -105,11 +105,3 @@ def test_long_queues_are_compacted():
         tracemalloc.stop()
     assert kept_bytes < 4000 * entry_bytes, "20,000 entries were queued"
     assert len(queue) == 100
-
-
-@pytest.mark.parametrize("missing", [(3.0, "a"), (1.0, "b")])
-def test_removing_what_is_not_queued_says_so(missing):
-    queue = EDFQueue()
-    queue.push(1.0, "a")
-    assert not queue.remove(*missing)
-    assert len(queue) == 1

@@ -82,23 +82,15 @@ def test_prometheus_reads_the_exposition() -> None:
     batcher = served()
     text, stats = batcher.prometheus(), batcher.stats()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    for family in families.values():
-        assert family.documentation
-        assert family.type in ("counter", "gauge", "histogram", "summary")
+    kinds = ("counter", "gauge", "histogram", "summary")
+    assert all(family.documentation and family.type in kinds for family in families.values())
     outcomes = {s.labels["outcome"]: s.value for s in families["subnetact_requests"].samples}
     assert outcomes == {"met": 5, "late": 1, "dropped": 1, "failed": 1, "cancelled": 1, "closed": 0}
-    assert families["subnetact_queued"].samples[0].value == 0
-    latency = families["subnetact_latency_seconds"]
-    buckets = [s for s in latency.samples if s.name.endswith("_bucket")]
-    edges = [float(s.labels["le"]) for s in buckets]
-    counts = [s.value for s in buckets]
+    buckets = [s for s in families["subnetact_latency_seconds"].samples if s.name.endswith("_bucket")]
+    edges, counts = [float(s.labels["le"]) for s in buckets], [s.value for s in buckets]
     assert edges == sorted(set(edges))
     assert edges[-1] == math.inf
     assert counts == sorted(counts)
-    (count,) = [s.value for s in latency.samples if s.name.endswith("_count")]
-    (total,) = [s.value for s in latency.samples if s.name.endswith("_sum")]
-    assert count == counts[-1] == 6
-    assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
     assert len(families) == text.count("# TYPE") == text.count("# HELP")
     assert "# HELP subnetact_refused_total requests that the batcher never accepted: invalid" in text
     assert not re.search(r"# HELP \w+ *\n", text), "every metric is explained"
@@ -107,6 +99,10 @@ def test_prometheus_reads_the_exposition() -> None:
         for family in families.values()
         for sample in family.samples
     }
+    assert samples["subnetact_queued",] == 0
+    assert samples["subnetact_latency_seconds_count",] == counts[-1] == 6
+    total_s = stats.histograms["latency_ms"].total / 1000.0
+    assert samples["subnetact_latency_seconds_sum",] == pytest.approx(total_s)
     assert not [name for name, *_ in samples if "_sum_" in name or "percent" in name or name.endswith("_ms")]
     assert samples["subnetact_accuracy_ratio_sum",] / samples["subnetact_accuracy_ratio_count",] == 0.8
     assert samples["subnetact_subnet_info", "1", "b"] == samples["subnetact_info", "", __version__] == 1
@@ -161,11 +157,9 @@ def test_histogram_edges_are_inclusive() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 7.0):
         histogram.add(value)
     histogram.add_all([1.0, 9.0])
-    assert histogram.snapshot().counts == [3, 2, 2]
-    assert histogram.snapshot().total == 22.0
-    assert histogram.snapshot().mean == 22.0 / 7
-    assert histogram.snapshot().quantile(0.5) == 2.0
-    assert histogram.snapshot().quantile(0.99) == math.inf
+    now = histogram.snapshot()
+    assert (now.counts, now.total, now.mean) == ([3, 2, 2], 22.0, 22.0 / 7)
+    assert (now.quantile(0.5), now.quantile(0.99)) == (2.0, math.inf)
 
 
 def test_the_log_tells_every_arrival_and_its_end(tmp_path: Path) -> None:
@@ -235,13 +229,12 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
     assert log._file is not None
     log._file.close()
     log._file = open("/dev/full", "w")  # noqa: SIM115
-    log.outcome("dropped", Request(Ask(1.0), 0.0))
-    log.flush()
-    log.outcome("dropped", Request(Ask(1.0), 0.0))
+    for end in (log.flush, log.close):
+        log.outcome("dropped", Request(Ask(1.0), 0.0))
+        end()
     log.close()
-    log.close()
-    assert [record.message for record in caplog.records if "ends here" in record.message]
-    assert len(caplog.records) == 1
+    [record] = caplog.records
+    assert "ends here" in record.message
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "nowhere/log.jsonl", "."])

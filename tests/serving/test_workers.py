@@ -24,17 +24,19 @@ from subnetact.serving.policies import Fixed
 
 
 class Clock:
-    """A clock that a test moves. A batch that moves it past the watchdog's limit and waits hangs."""
+    """A clock that a test moves, and a batch that hangs until `back` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.began, self.back = threading.Event(), threading.Event()
+        self.began, self.back, self.tries = threading.Event(), threading.Event(), 0
 
     def __call__(self) -> float:
         return self.now
 
     def hang(self) -> str:
-        self.now += 1000.0
+        self.tries += 1
+        if self.tries > 1:
+            return "the second try"
         self.began.set()
         assert self.back.wait(60)
         return "the late one"
@@ -60,14 +62,12 @@ def left_behind(wait_for: Any) -> Iterator[None]:
 def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(
     wait_for: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, calls = Clock(), []
-
-    def hang_once() -> str:
-        calls.append(1)
-        return clock.hang() if len(calls) == 1 else "the second try"
-
+    clock = Clock()
     with watched(clock) as batcher:
-        assert batcher.submit(hang_once, FOREVER).result(60).output == "the second try"
+        hangs = batcher.submit(clock.hang, FOREVER)
+        assert clock.began.wait(60)
+        clock.now = 1000.0
+        assert hangs.result(60).output == "the second try"
         assert batcher.submit("next", FOREVER).result(60).output == "next"
         stats = batcher.stats()
         assert (stats.hung, stats.revived, stats.retried, stats.met) == (1, 1, 1, 2)
@@ -75,33 +75,24 @@ def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(
         wait_for(lambda: sum(thread.name == "subnetact-batcher-0" for thread in batcher_threads()) == 1)
         assert batcher.stats().met == 2
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(
-        "batcher worker 0 hung: its batch of 1 on subnet 0 has run for 1000 ms, 1.0 ms were"
-    )
+    told = "batcher worker 0 hung: its batch of 1 on subnet 0 has run for 1000 ms, 1.0 ms were"
+    assert line.startswith(told)
 
 
 @pytest.mark.parametrize("busy", ["a callback", "planning", "the disk"])
 def test_a_hang_is_noticed_whatever_else_takes_its_time(
     busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, held, go, stuck, tries = Clock(), threading.Event(), threading.Event(), threading.Event(), []
+    clock, go, stuck = Clock(), threading.Event(), threading.Event()
 
     def block(*_: Any) -> None:
         stuck.set()
         go.wait(60)
 
-    def hang_once() -> str:
-        tries.append(1)
-        if len(tries) == 2:
-            return "the second try"
-        held.set()
-        clock.back.wait(60)
-        return "the late one"
-
     batcher = watched(clock, decision_log=tmp_path / "log.jsonl")
     try:
-        hangs = batcher.submit(hang_once, FOREVER)
-        assert held.wait(60)
+        hangs = batcher.submit(clock.hang, FOREVER)
+        assert clock.began.wait(60)
         if busy == "a callback":
             doomed = batcher.submit("x", 10.0)
             doomed.add_done_callback(block)
@@ -122,19 +113,13 @@ def test_a_hang_is_noticed_whatever_else_takes_its_time(
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool, wait_for: Any) -> None:
-    began, back, clock = threading.Event(), threading.Event(), Clock()
-
-    def hang() -> None:
-        began.set()
-        back.wait(60)
-
+def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool) -> None:
+    clock = Clock()
     batcher = watched(clock)
     try:
-        future = batcher.submit(hang, 50.0 if not cancel else FOREVER)
-        assert began.wait(60)
-        if cancel:
-            assert future.cancel()
+        future = batcher.submit(clock.hang, FOREVER if cancel else 50.0)
+        assert clock.began.wait(60)
+        assert not cancel or future.cancel()
         clock.now = 100.0
         closing = threading.Thread(target=batcher.close, daemon=True)
         closing.start()
@@ -142,7 +127,7 @@ def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool, wait_for: A
         assert not closing.is_alive()
         assert future.done()
     finally:
-        back.set()
+        clock.back.set()
 
 
 def kill() -> None:
@@ -160,15 +145,20 @@ def test_a_killed_worker_is_revived(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == ["batcher worker 0 died: SystemExit: killed"] * 2
 
 
-def test_a_broken_engine_does_not_spin_and_every_request_ends(wait_for: Any) -> None:
+def test_a_worker_that_cannot_enter_is_not_up_does_not_spin_and_every_request_ends(wait_for: Any) -> None:
+    go = threading.Event()
+
     class Broken(Echo):
         def enter_worker(self, threads: int | None) -> None:
+            assert go.wait(60)
             self.threads.append(threads)
             raise SystemExit("no device")
 
     engine, clock = Broken(), Clock()
     batcher = opened(engine, expired="serve", clock_ms=clock)
     first = batcher.submit(1, 300.0)
+    assert batcher.stats().workers_up == 0
+    go.set()
     wait_for(lambda: batcher.stats().died == 2)
     assert (batcher.stats().workers_up, len(engine.threads)) == (0, 2), "the next start is after a pause"
     clock.now = 301.0
@@ -232,21 +222,26 @@ def test_lines_that_repeat_are_counted(
     assert "KeyError: 'a'" in caplog.text, "with a traceback"
 
 
-def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_that_raise_drain_or_close_harm_nobody(
+    wait_for: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def leave(_: Any) -> None:
         raise SystemExit("from a callback")
 
-    engine = Echo()
+    engine, drained = Echo(), list[bool]()
     with caplog.at_level(logging.ERROR), opened(engine) as batcher:
         held = engine.held(batcher)
+        held.add_done_callback(lambda _: drained.append(batcher.drain()))
+        held.add_done_callback(lambda _: (batcher.close(), drained.append(True)))
         futures = [batcher.submit(i, FOREVER) for i in range(4)]
         for future in futures:
             future.add_done_callback(leave)
         engine.gate.set()
         assert [f.result(20).output for f in futures] == [0, 1, 2, 3]
+        wait_for(lambda: len(drained) == 2)
         assert batcher.drain(20)
-        assert held.done()
         assert batcher.stats().died == 0
+    assert drained == [False, True], "this very outcome was still being delivered"
     assert "a callback of a request's future raised" in caplog.text
 
 
@@ -267,17 +262,6 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
     assert len(refused) == 3
 
 
-def test_draining_and_closing_from_a_callback_do_not_block(wait_for: Any) -> None:
-    engine, drained = Echo(), list[bool]()
-    with opened(engine) as batcher:
-        future = engine.held(batcher)
-        future.add_done_callback(lambda _: drained.append(batcher.drain()))
-        future.add_done_callback(lambda _: (batcher.close(), drained.append(True)))
-        engine.gate.set()
-        wait_for(lambda: len(drained) == 2)
-    assert drained == [False, True], "this very outcome is still being delivered"
-
-
 def test_an_event_loop_that_is_gone_harms_nobody() -> None:
     engine = Echo()
     with opened(engine) as batcher:
@@ -292,21 +276,6 @@ def test_an_event_loop_that_is_gone_harms_nobody() -> None:
         assert batcher.submit(2, FOREVER).result(20).output == 2
         assert batcher.drain(20)
         assert batcher.stats().cancelled == 1
-
-
-def test_a_worker_is_up_once_it_has_entered(wait_for: Any) -> None:
-    go = threading.Event()
-
-    class Slow(Echo):
-        def enter_worker(self, threads: int | None) -> None:
-            assert go.wait(60)
-
-    with opened(Slow()) as batcher:
-        assert batcher.stats().workers_up == 0
-        future = batcher.submit(1, FOREVER)
-        go.set()
-        assert future.result(60).output == 1
-        assert batcher.stats().workers_up == 1
 
 
 def test_a_cancelled_request_takes_no_outcome_of_one_that_was_dropped_for_it(wait_for: Any) -> None:
