@@ -131,22 +131,28 @@ def test_foreign_files_and_rows_are_refused(digits: Supernet, tmp_path) -> None:
         NormRow({"a": 3}, torch.zeros(5))
 
 
-def test_bad_batches_and_subnets_commit_nothing(digits: Supernet) -> None:
-    spec = digits.space.smallest()
-    for specs, batches, message in (
-        ([spec], [], "at least one batch"),
-        ([SubnetSpec("other", ())], BATCHES, "other"),
-        ([spec], [BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
-        ([spec], [BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
-        ([spec], [{"image": BATCHES[0]}], "unexpected keyword argument 'image'"),
-        ([spec], [{"image": "x"}], "got a dictionary of 'image'"),
-        ([spec], BATCHES[0], "write \\[spec\\] and \\[batch\\]"),
-        ([spec], [BATCHES[0].double()], r"stem \(Conv2d\): expected scalar type .* give batches"),
-        ([spec], [BATCHES[0].long()], r"stem \(Conv2d\): expected scalar type .* give batches"),
-        ([spec], [BATCHES[0].repeat(1, 3, 1, 1)], r"stem \(Conv2d\): .*; give batches that the network"),
-    ):
+def test_bad_batches_subnets_and_settings_commit_nothing(digits: Supernet) -> None:
+    spec, x = digits.space.smallest(), BATCHES[0]
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"batches": []}, "at least one batch"),
+        ({"specs": [SubnetSpec("other", ())]}, "other"),
+        ({"batches": [x, torch.full((2, 1, 16, 16), float("nan"))]}, "not finite, first at bn"),
+        ({"batches": [x, torch.zeros(0, 1, 16, 16)]}, "a calibration batch is a tensor"),
+        ({"batches": [{"image": x}]}, "unexpected keyword argument 'image'"),
+        ({"batches": [{"image": "x"}]}, "got a dictionary of 'image'"),
+        ({"batches": x}, r"write \[spec\] and \[batch\]"),
+        *(
+            ({"batches": [y]}, r"stem \(Conv2d\): expected scalar type .* give")
+            for y in (x.double(), x.long())
+        ),
+        ({"batches": [x.repeat(1, 3, 1, 1)]}, r"stem \(Conv2d\): .*; give batches that the network"),
+        ({"memory_mb": -1}, "memory_mb: -1"),
+        ({"memory_mb": float("nan")}, "memory_mb: nan"),
+        ({"save_every_s": float("nan")}, "save_every_s: nan"),
+    ]
+    for options, message in rows:
         with pytest.raises(SpecError, match=message):
-            calibrate(digits, specs, batches, progress=False)
+            calibrate(digits, **{"specs": [spec], "batches": BATCHES, "progress": False, **options})
     assert len(digits.norms) == 0
 
 
@@ -432,16 +438,3 @@ def test_statistics_of_a_batch_to_the_last_digits(shape: tuple[int, ...], channe
     mean, var = batch_statistics(x)
     torch.testing.assert_close(mean.double(), exact_mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(var.double(), exact_var, rtol=2e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory_mb": -1}, "memory_mb: -1"),
-        ({"memory_mb": float("nan")}, "memory_mb: nan"),
-        ({"save_every_s": float("nan")}, "save_every_s: nan"),
-    ],
-)
-def test_impossible_settings_are_refused(digits: Supernet, options: dict[str, float], message: str) -> None:
-    with pytest.raises(subnetact.errors.SpecError, match=message):
-        calibrate(digits, [digits.space.smallest()], SHARED, False, **options)
