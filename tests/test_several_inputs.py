@@ -12,10 +12,9 @@ from elastic_networks import one_width, width_space
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subnetact import Batcher, Engine, Supernet, calibrate, evaluate, insert_, profile_latency
+from subnetact import Engine, Supernet, calibrate, evaluate, insert_
 from subnetact.costs import CostModel
 from subnetact.errors import InvalidRequest, SpecError
-from subnetact.serving import Fixed
 from subnetact.supernet.batches import tensors_of
 
 
@@ -131,18 +130,9 @@ def test_labels_that_are_not_named_are_refused_before_anything_runs() -> None:
 def test_bad_batches_are_named() -> None:
     supernet, (image, _) = two_inputs(), batch()
     specs = [supernet.space.smallest()]
-    for one, words in (
-        ({"image": image, "extra": 3}, "a dictionary of 'image', 'extra'"),
-        (image, r"does not run on a torch\.float32 tensor of shape"),
-    ):
-        with pytest.raises(SpecError, match=words):
-            calibrate(supernet, specs, [one])
     pair = r"a batch is a pair \(inputs, labels\), got a"
     for one, words in (
-        *(
-            (wrong, pair)
-            for wrong in ({"image": image}, {"image": image, "labels": torch.zeros(6)}, (image,))
-        ),
+        *((wrong, pair) for wrong in ({"image": image}, {"image": image, "labels": image}, (image,))),
         (((image, image[:3]), torch.zeros(6)), r"a batch has labels of shape \(N,\).*\(3, 3, 8, 8\)"),
         ((image, 6), "inputs and labels of a batch are tensors"),
     ):
@@ -182,23 +172,6 @@ def test_an_elastic_description_by_hand_takes_a_tokenizers_kind_of_mapping() -> 
     torch.testing.assert_close(found, expected)
     with pytest.raises(SpecError, match="unexpected keyword argument 'picture'"):
         insert_(TwoInputs().eval(), width_space(), elastic, example=UserDict(picture=image, extra=extra))
-
-
-def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
-    supernet, (image, extra) = two_inputs(), batch()
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    calibrate(supernet, specs, [{"image": image, "extra": extra}])
-    inputs = [UserDict(image=image[i], extra=extra[i]) for i in range(6)]
-    example = UserDict(image=image, extra=extra)
-    engine = Engine(supernet, specs, example=example, accuracy=[70.0, 80.0])
-    expected = supernet(image, extra, subnet=specs[1])["logits"]
-    torch.testing.assert_close(engine(UserDict(image=image, extra=extra), 1)["logits"], expected)
-    table = profile_latency(engine, [1, 4], min_time_ms=1.0, warmup_ms=0.0)
-    with Batcher(engine, policy=Fixed(table, 1), slo_ms=10_000.0) as batcher:
-        answers = [batcher.submit(x, 10_000.0).result(60) for x in inputs]
-        with pytest.raises(InvalidRequest, match="a dictionary of 'image', 'extra'"):
-            batcher.submit(UserDict(image=image[0]), 10_000.0)
-    torch.testing.assert_close(torch.stack([a.output["logits"] for a in answers]), expected)
 
 
 class Mixed(TwoInputs):

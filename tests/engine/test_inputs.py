@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import subnetact
 import subnetact.serving
-from subnetact import Batcher, Engine, HullFit, LatencyTable, Supernet, calibrate, insert_, profile_latency
+from subnetact import Batcher, Engine, Supernet, calibrate, insert_, profile_latency
 from subnetact.engine.inputs import Stager, check_input, samples_of, shapes
 from subnetact.engine.outputs import unstack
 from subnetact.errors import EngineError, InvalidRequest, TableError
@@ -182,27 +182,6 @@ def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
     )
 
 
-def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
-    calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = Engine(digits, [digits.space.smallest()], example=IMAGE[None])
-    table = LatencyTable(engine.keys, [60.0], [1], [[1.0]])
-    seen: list[int] = []
-
-    class Watching(HullFit):
-        def decide(self, context: Any) -> tuple[int, int] | None:
-            seen.append(torch.get_num_threads())
-            return super().decide(context)
-
-    before = torch.get_num_threads()
-    try:
-        policy = Watching(table, slo_ms=36.0)
-        with Batcher(engine, policy=policy, threads_per_worker=2) as batcher:
-            batcher.submit(IMAGE, deadline_ms=1e5).result(30)
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [2]
-
-
 PADDING = {"input_ids": 0, "attention_mask": 0}
 
 
@@ -214,7 +193,7 @@ def tokens(length: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def batch(length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(length: int, seed: int = 0) -> dict[str, Tensor]:
     return {name: part[None] for name, part in tokens(length, seed).items()}
 
 
@@ -256,16 +235,6 @@ def test_every_shape_is_tried_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [(1, 1, 5), (1, 1, 7), (1, 1, 9)]
 
 
-def test_named_inputs_are_padded_by_their_names_in_any_order(supernet: Supernet) -> None:
-    engine = engine_of(supernet, padding={"attention_mask": 0})
-    x = {**tokens(4), "attention_mask": torch.ones(3, dtype=torch.long)}
-    turned = dict(reversed(x.items()))
-    assert engine.shape_of(turned) == engine.shape_of(x) == 0
-    assert torch.equal(engine.run(0, [turned], 1)[0], engine.run(0, [x], 1)[0])
-    with pytest.raises(InvalidRequest, match="fits in none"):
-        engine.check(tuple(x.values()))
-
-
 class Lengths(nn.Module):
     """Returns the length that the input was padded to, and the input's sum."""
 
@@ -288,25 +257,26 @@ def test_the_smallest_shape_that_fits_runs() -> None:
         assert [output.tolist() for output in outputs] == [[padded, float(n)] for n in lengths]
 
 
-def test_inputs_that_fit_nowhere_are_refused(supernet: Supernet) -> None:
+def test_inputs_are_padded_by_their_names_and_refused_where_they_fit_nowhere(supernet: Supernet) -> None:
     engine = engine_of(supernet)
     for x in (tokens(10), tokens(4)["input_ids"], (tokens(4)["input_ids"],), {**tokens(4), "more": 3}, 7):
         with pytest.raises(InvalidRequest, match="input"):
             engine.check(x)
-    other = {**tokens(4), "attention_mask": torch.ones(4)}
     with pytest.raises(InvalidRequest, match="float32"):
-        engine.check(other)
+        engine.check({**tokens(4), "attention_mask": torch.ones(4)})
+    named = engine_of(supernet, padding={"attention_mask": 0})
+    x = {**tokens(4), "attention_mask": torch.ones(3, dtype=torch.long)}
+    turned = dict(reversed(x.items()))
+    assert named.shape_of(turned) == named.shape_of(x) == 0
+    assert torch.equal(named.run(0, [turned], 1)[0], named.run(0, [x], 1)[0])
     exact = engine_of(supernet, padding=None)
     exact.check(tokens(4))
-    with pytest.raises(InvalidRequest, match="fits in none"):
-        exact.check(tokens(3))
+    for refusing, y in ((named, tuple(x.values())), (exact, tokens(3))):
+        with pytest.raises(InvalidRequest, match="fits in none"):
+            refusing.check(y)
     with pytest.raises(InvalidRequest, match="padding"):
         exact.run(0, [tokens(4), tokens(9)], 2)
-
-
-@pytest.mark.parametrize(
-    ("example", "padding"),
-    [
+    contradicting: list[tuple[Any, Any]] = [
         ([], None),
         ([batch(4), batch(4, seed=1)], PADDING),
         ([batch(4), batch(9)["input_ids"]], PADDING),
@@ -314,11 +284,10 @@ def test_inputs_that_fit_nowhere_are_refused(supernet: Supernet) -> None:
         ([batch(4), batch(9)], {"input_ids": "0"}),
         ([batch(4), batch(9)], 0),
         (batch(4), PADDING),
-    ],
-)
-def test_contradicting_shapes_are_refused(supernet: Supernet, example: Any, padding: Any) -> None:
-    with pytest.raises(EngineError, match=r"example|padding"):
-        Engine(supernet, [supernet.space.smallest()], example=example, padding=padding)
+    ]
+    for example, padding in contradicting:
+        with pytest.raises(EngineError, match=r"example|padding"):
+            Engine(supernet, [supernet.space.smallest()], example=example, padding=padding)
 
 
 class Tagger(nn.Module):
