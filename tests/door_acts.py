@@ -6,21 +6,23 @@ That is a module, which is then run, or values.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 import os
 import pickle
-import threading
-import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 from door_models import Door, body, compute
+from elastic_networks import in_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.utils import parametrize, prune
+from torch.optim.swa_utils import update_bn
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from subnetact.supernet.supernet import Supernet
 
@@ -85,12 +87,6 @@ def _layer(model: Any, door: Door) -> nn.Module:
     return body(model).get_submodule(door.kind.linear)
 
 
-def load_named_tensors(model: Any, door: Door) -> Any:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {n: t.detach() * 0.5 for n, t in tensors.items() if "inv_freq" not in n}
-    model.load_state_dict(kept, strict=False)
-
-
 def load_without_tied_name(model: Any, door: Door) -> Any:
     state = {n: t * 0.5 for n, t in model.state_dict().items() if n != "lm_head.weight"}
     model.load_state_dict(state, strict=isinstance(model, Supernet))
@@ -102,21 +98,18 @@ def saved_tensor_hides_nothing(model: Any, door: Door) -> Any:
 
 
 def safetensors_save_model(model: Any, door: Door) -> Any:
-    folder = door.folder()
     from safetensors.torch import load_model, save_model
 
-    save_model(model, str(folder / "model.safetensors"))
-    load_model(other := door.blank(model), str(folder / "model.safetensors"))
+    save_model(model, path := door.folder() / "model.safetensors")
+    load_model(other := door.blank(model), path)
     return other
 
 
 def safetensors_load_model(model: Any, door: Door) -> Any:
-    folder = door.folder()
     from safetensors.torch import load_model, save_model
 
-    other = door.blank(model)
-    save_model(other, str(folder / "model.safetensors"))
-    load_model(model, str(folder / "model.safetensors"))
+    save_model(door.blank(model), path := door.folder() / "model.safetensors")
+    load_model(model, path)
 
 
 def save_pretrained(model: Any, door: Door) -> Any:
@@ -125,43 +118,12 @@ def save_pretrained(model: Any, door: Door) -> Any:
     return type(door.original).from_pretrained(folder / "saved").eval()
 
 
-def push_to_hub(model: Any, door: Door) -> Any:
-    """Push without a network: what would be uploaded is opened."""
-    from transformers.utils import hub
-
-    opened: list[Any] = []
-
-    def upload(self: Any, folder: Any, *_: Any, **__: Any) -> None:
-        opened.append(type(door.original).from_pretrained(folder).eval())
-
-    api = mock.Mock(upload_folder=lambda folder_path, **_: upload(None, folder_path))
-    with (
-        mock.patch("huggingface_hub.HfApi", return_value=api),
-        mock.patch.object(hub.PushToHubMixin, "_upload_modified_files", upload),
-        mock.patch.object(hub, "hf_api"),
-        mock.patch.object(hub, "create_and_tag_model_card"),
-    ):
-        model.push_to_hub("me/model")
-    return opened[0]
-
-
 def timm_save_for_hub(model: Any, door: Door) -> Any:
     folder = door.folder()
     import timm
 
     timm.models.save_for_hf(model, folder / "hub", model_config={"num_classes": 5})
     return timm.create_model(f"local-dir:{folder / 'hub'}", pretrained=True).eval()
-
-
-def distributed_checkpoint(model: Any, door: Door) -> Any:
-    folder = door.folder()
-    from torch.distributed import checkpoint
-
-    checkpoint.save(model.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
-    other = door.blank(model)
-    checkpoint.load(state := other.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
-    other.load_state_dict(state)
-    return other
 
 
 def state_of_a_parent(model: Any, door: Door) -> Any:
@@ -199,33 +161,6 @@ def to_empty(model: Any, door: Door) -> Any:
     model.load_state_dict(state)
 
 
-def double_of_a_parent(model: Any, door: Door) -> Any:
-    nn.ModuleDict({"part": model}).double()
-
-
-def double_by_swapping(model: Any, door: Door) -> Any:
-    """Convert with the switch of torch that exchanges the tensors beneath the parameters."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def double_by_overwriting(model: Any, door: Door) -> Any:
-    """Convert with the switch of torch that makes new parameters."""
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        model.double()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-def train_mode(model: Any, door: Door) -> Any:
-    with torch.no_grad():
-        return [door.run(model.train()), door.run(model.eval())]
-
-
 def assign_training(model: Any, door: Door) -> Any:
     """Set the mode as an attribute, as recipes for some layers do, and run."""
     for module in body(model).modules():
@@ -249,14 +184,6 @@ def halve_in_place(model: Any, door: Door) -> Any:
             parameter.mul_(0.5)
 
 
-def initialise_by_class(model: Any, door: Door) -> Any:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.constant_(module.weight, 0.3)
-        elif isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.constant_(module.weight, 0.01)
-
-
 def reset_parameters(model: Any, door: Door) -> Any:
     """Reset all norms, whose values are no random numbers."""
     for module in body(model).modules():
@@ -276,13 +203,6 @@ def write_by_numpy(model: Any, door: Door) -> Any:
         parameter.detach().numpy()[...] *= 0.5
     if isinstance(model, Supernet):
         model.refresh()
-
-
-def vector_to_parameters(model: Any, door: Door) -> Any:
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
-    model.eval()
-    return vector
 
 
 def optimizer_step(model: Any, door: Door) -> Any:
@@ -309,51 +229,6 @@ def gradient_hooks(model: Any, door: Door) -> Any:
     model.eval()
 
 
-def replace_tensors(model: Any, door: Door) -> Any:
-    """Put new tensors into the places of the former ones, one by one, as loaders of large models do."""
-    from accelerate.utils import set_module_tensor_to_device
-
-    for name, tensor in model.state_dict().items():
-        set_module_tensor_to_device(model, name, "cpu", value=tensor * 0.5)
-
-
-def trainer_step(model: Any, door: Door) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{"input_ids": door.inputs[0], "labels": door.inputs[0]}] * 2
-    arguments = TrainingArguments(
-        str(door.folder()),
-        max_steps=1,
-        save_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_strategy="no",
-    )
-    Trainer(model=model, args=arguments, train_dataset=rows).train()
-    model.eval()
-
-
-def averaged_model(model: Any, door: Door) -> Any:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    average.update_parameters(model)
-    other = door.blank(model)
-    average.update_parameters(other)
-    return average.module
-
-
-def update_bn(model: Any, door: Door) -> Any:
-    from torch.optim.swa_utils import update_bn
-
-    update_bn([door.inputs], model)
-
-
 def new_head(model: Any, door: Door) -> Any:
     head = nn.Linear(head_of(model, door).in_features, 3)
     nn.init.constant_(head.weight, 0.1), nn.init.constant_(head.bias, 0.2)
@@ -362,21 +237,11 @@ def new_head(model: Any, door: Door) -> Any:
         door.supernet(door.inputs, subnet=door.small)
 
 
-def new_head_on_itself(model: Any, door: Door) -> Any:
-    """Assign to the object in hand, whatever it is."""
-    setattr(model, door.kind.head, nn.Identity())
-
-
 def scaled_layer(model: Any, door: Door) -> Any:
     """Put a layer of one's own into the place of a block."""
     parent, _, name = door.kind.inner.rpartition(".")
     inner = body(model).get_submodule(door.kind.inner)
     setattr(body(model).get_submodule(parent), name, nn.Sequential(inner, nn.Tanh()))
-
-
-def write_modules(model: Any, door: Door) -> Any:
-    """Write into the dictionary of submodules."""
-    body(model)._modules[door.kind.head] = nn.Identity()
 
 
 def swap_class(model: Any, door: Door) -> Any:
@@ -406,28 +271,6 @@ def set_input_size(model: Any, door: Door) -> Any:
         return compute(model, torch.ones(1, 3, 48, 48))
 
 
-def delete_module(model: Any, door: Door) -> Any:
-    delattr(body(model), door.kind.head)
-    return hasattr(body(model), door.kind.head)
-
-
-def reset_classifier(model: Any, door: Door) -> Any:
-    body(model).reset_classifier(3)
-    if isinstance(model, Supernet):
-        door.supernet(door.inputs, subnet=door.small)
-    return tuple(door.run(model).shape)
-
-
-def register_buffer(model: Any, door: Door) -> Any:
-    body(model).register_buffer("note", torch.ones(2), persistent=False)
-    return dict(body(model).named_buffers())["note"]
-
-
-def register_parameter(model: Any, door: Door) -> Any:
-    body(model).register_parameter("note", nn.Parameter(torch.ones(2)))
-    return body(model).note
-
-
 def assign_weight(model: Any, door: Door) -> Any:
     head = head_of(model, door)
     head.weight = nn.Parameter(torch.full_like(head.weight, 0.1))
@@ -448,56 +291,9 @@ def wrap_forward(model: Any, door: Door) -> Any:
         model.refresh()  # as it says: plain attributes are not noticed
 
 
-def resize_token_embeddings(model: Any, door: Door) -> Any:
-    body(model).resize_token_embeddings(47)
-    return tuple(door.run(model).shape)
-
-
-def set_input_embeddings(model: Any, door: Door) -> Any:
-    torch.manual_seed(0)
-    body(model).set_input_embeddings(nn.Embedding(50, 16))
-
-
-def tie_weights(model: Any, door: Door) -> Any:
-    body(model).tie_weights()
-    return len(list(body(model).parameters()))
-
-
-def prune_and_remove(model: Any, door: Door) -> Any:
-    prune.remove(prune.l1_unstructured(_layer(model, door), "weight", 0.5), "weight")
-
-
-def prune_global(model: Any, door: Door) -> Any:
-    layers = [(_layer(model, door), "weight"), (head_of(model, door), "weight")]
-    prune.global_unstructured(layers, prune.L1Unstructured, amount=0.5)
-
-
-def register_parametrization(model: Any, door: Door) -> Any:
-    parametrize.register_parametrization(_layer(model, door), "weight", Doubled())
-
-
-def old_weight_norm(model: Any, door: Door) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nn.utils.weight_norm(_layer(model, door))
-
-
-def quantize_dynamic(model: Any, door: Door) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-
-
 def fuse_conv_bn(model: Any, door: Door) -> Any:
     fused = nn.utils.fusion.fuse_conv_bn_eval(body(model).layer2[0].conv1, body(model).layer2[0].bn1)
     body(model).layer2[0].conv1, body(model).layer2[0].bn1 = fused, nn.Identity()
-
-
-def offload(model: Any, door: Door) -> Any:
-    """Keep the weights elsewhere and bring each layer's to it when it runs."""
-    from accelerate import cpu_offload
-
-    cpu_offload(model, execution_device="cpu")
 
 
 def low_rank_adapters(model: Any, door: Door) -> Any:
@@ -529,16 +325,19 @@ def change_epsilon(model: Any, door: Door) -> Any:
         model.refresh()
 
 
-def change_setting(model: Any, door: Door) -> Any:
-    """Change a number that a forward reads."""
-    body(model).model.layers[0].self_attn.scaling *= 3
-    if isinstance(model, Supernet):
-        model.refresh()
+def delete_module(model: Any, door: Door) -> Any:
+    delattr(body(model), door.kind.head)
+    return hasattr(body(model), door.kind.head)
 
 
-def set_attention(model: Any, door: Door) -> Any:
-    model.set_attn_implementation("eager")
-    return model.config._attn_implementation
+def plain_attribute(model: Any, door: Door) -> Any:
+    body(model).note = [1]
+    return body(model).note
+
+
+def set_feature_info(model: Any, door: Door) -> Any:
+    model.feature_info[0]["num_chs"] = 99
+    model.pretrained_cfg["mean"] = 7
 
 
 def set_configuration(model: Any, door: Door) -> Any:
@@ -546,11 +345,6 @@ def set_configuration(model: Any, door: Door) -> Any:
     model.config.output_hidden_states = True
     model.generation_config.max_new_tokens = 2
     return type(model(door.inputs).hidden_states)
-
-
-def set_feature_info(model: Any, door: Door) -> Any:
-    model.feature_info[0]["num_chs"] = 99
-    model.pretrained_cfg["mean"] = 7
 
 
 def wrap_for_checkpointing(model: Any, door: Door) -> Any:
@@ -574,39 +368,17 @@ def set_checkpointing(model: Any, door: Door) -> Any:
     return gradient
 
 
-def set_input_gradients(model: Any, door: Door) -> Any:
-    body(model).enable_input_require_grads()
-    return door.run(model).requires_grad
-
-
-def plain_attribute(model: Any, door: Door) -> Any:
-    body(model).note = [1]
-    return body(model).note
-
-
 def call_by_name(model: Any, door: Door) -> Any:
     mask = torch.ones_like(door.inputs)
     output = model(input_ids=door.inputs, attention_mask=mask, output_hidden_states=True)
     return [output.logits, output.hidden_states[0], output.hidden_states[-1]]  # Skipped layers repeat others.
 
 
-def autocast(model: Any, door: Door) -> Any:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        return door.run(model)
-
-
-def inference_mode(model: Any, door: Door) -> Any:
-    with torch.inference_mode():
-        return door.run(model)
-
-
 def forward_in_a_child(model: Any, door: Door) -> Any:
     """Fork, and let the child run the model."""
     with torch.no_grad():
         here, (read, write) = door.run(model), os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a process that has threads
-            child = os.fork()
+        child = os.fork()
         if not child:
             try:
                 os.write(write, b"same" if torch.equal(door.run(model), here) else b"other")
@@ -615,22 +387,6 @@ def forward_in_a_child(model: Any, door: Door) -> Any:
     os.waitpid(child, 0)
     os.close(write)
     return os.read(read, 9)
-
-
-def two_threads(model: Any, door: Door) -> Any:
-    outputs: list[Any] = [None, None]
-
-    def work(i: int) -> None:
-        with torch.no_grad():
-            for _ in range(5):
-                outputs[i] = door.run(model)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outputs
 
 
 def same_dropout(model: Any, door: Door) -> Any:
@@ -646,18 +402,6 @@ def same_dropout(model: Any, door: Door) -> Any:
     return outputs
 
 
-def input_gradient(model: Any, door: Door) -> Any:
-    x = door.inputs.clone().requires_grad_()
-    return torch.autograd.grad(compute(model, x).pow(2).sum(), x)[0]
-
-
-def torch_checkpoint(model: Any, door: Door) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    x = door.inputs.clone().requires_grad_()
-    return torch.autograd.grad(checkpoint(model, x, use_reentrant=False).pow(2).sum(), x)[0]
-
-
 def distributed_data_parallel(model: Any, door: Door) -> Any:
     wrapped = nn.parallel.DistributedDataParallel(model.train())
     door.run(wrapped).pow(2).mean().backward()
@@ -665,17 +409,6 @@ def distributed_data_parallel(model: Any, door: Door) -> Any:
     model.zero_grad()
     model.eval()
     return gradient
-
-
-def accelerate_prepare(model: Any, door: Door) -> Any:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(door.run(prepared.train()).pow(2).mean())
-    optimizer.step()
-    accelerator.unwrap_model(prepared).eval()
 
 
 def prepare_at_lower_precision(model: Any, door: Door) -> Any:
@@ -687,21 +420,6 @@ def prepare_at_lower_precision(model: Any, door: Door) -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     with torch.no_grad():
         return door.run(prepared)
-
-
-def pipeline(model: Any, door: Door) -> Any:
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
-    run = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-    return run("w3 w4 w5", max_new_tokens=4, do_sample=False)[0]["generated_text"]
-
-
-def functional_call(model: Any, door: Door) -> Any:
-    return [torch.func.functional_call(model, halved(model), (door.inputs,), {}), door.run(model)]
 
 
 def functional_call_meanwhile(model: Any, door: Door) -> Any:
@@ -755,13 +473,6 @@ def count_flops(model: Any, door: Door) -> Any:
     return counter.get_total_flops()
 
 
-def profiler(model: Any, door: Door) -> Any:
-    with torch.profiler.profile() as profile, torch.no_grad():
-        output = door.run(model)
-    assert len(profile.key_averages())
-    return output
-
-
 def hook_of_a_layer(model: Any, door: Door) -> Any:
     """Look at the inputs and outputs of a layer that is elastic."""
     seen: list[Any] = []
@@ -774,14 +485,6 @@ def hook_of_a_layer(model: Any, door: Door) -> Any:
         door.run(model)
     for handle in handles:
         handle.remove()
-    return seen
-
-
-def hook_of_the_root(model: Any, door: Door) -> Any:
-    seen: list[Any] = []
-    handle = model.register_forward_hook(lambda m, x, y: seen.append(1))
-    door.run(model)
-    handle.remove()
     return seen
 
 
@@ -800,59 +503,13 @@ def backward_hook(model: Any, door: Door) -> Any:
     return seen
 
 
-def global_hook(model: Any, door: Door) -> Any:
-    seen: list[Any] = []
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda m, x, y: seen.append(1) if isinstance(m, nn.Linear | nn.Conv2d) else None
-    )
-    try:
-        door.run(model)
-    finally:
-        handle.remove()
-    return len(seen)
-
-
-def operations_trace(model: Any, door: Door) -> Any:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with torch.no_grad():
-        return make_fx(model)(door.inputs)(door.inputs)
-
-
-def feature_extractor(model: Any, door: Door) -> Any:
-    from torchvision.models.feature_extraction import create_feature_extractor
-
-    return create_feature_extractor(model, {"layer2": "a", "layer4": "b"})(door.inputs)
-
-
-def script_trace(model: Any, door: Door) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.trace(model, (door.inputs,))
-
-
-def script(model: Any, door: Door) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(model)
-
-
 def onnx(model: Any, door: Door) -> Any:
     import onnxruntime
 
     path = door.folder() / "model.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, (door.inputs,), path, dynamo=True, verbose=False)
+    torch.onnx.export(model, (door.inputs,), path, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(path)
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: door.inputs.numpy()})[0])
-
-
-def compiled_in_place(model: Any, door: Door) -> Any:
-    torch._dynamo.reset()
-    model.compile(backend="eager")
-    with torch.no_grad():
-        return door.run(model)
 
 
 def compiled(model: Any, door: Door) -> Any:
@@ -867,34 +524,74 @@ def compiled(model: Any, door: Door) -> Any:
         return [door.run(torch.compile(model, backend=backend)), bool(ran)]
 
 
-def fake_tensors(model: Any, door: Door) -> Any:
-    from torch._subclasses import FakeTensorMode
+def double_with(switch: str, model: Any) -> Any:
+    """Convert with a switch of torch: `swap` tensors beneath the parameters, or `overwrite` these."""
+    turn = getattr(torch.__future__, f"set_{switch}_module_params_on_conversion")
+    turn(True)
+    try:
+        model.double()
+    finally:
+        turn(False)
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        return tuple(compute(model, mode.from_tensor(door.inputs)).shape)
+
+def run_without_gradients(model: Any, door: Door, *contexts: Any) -> Any:
+    with torch.no_grad(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return door.run(model)
+
+
+def with_row(model: Any, door: Door, value: Any) -> Any:
+    """Return a value after the supernet, where the model is one, has run its small subnet."""
+    if isinstance(model, Supernet):
+        door.supernet(door.inputs, subnet=door.small)
+    return value
+
+
+def trainer_step(model: Any, door: Door) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": door.inputs[0], "labels": door.inputs[0]}] * 2
+    options: dict[str, Any] = {"max_steps": 1, "save_steps": 1, "use_cpu": True, "report_to": []}
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "max_grad_norm": 0.0}
+    options |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    arguments = TrainingArguments(str(door.folder()), **options)
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    model.eval()
+
+
+def replace_tensors(model: Any, door: Door) -> Any:
+    """Put new tensors into the places of the former ones, one by one, as loaders of large models do."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    for name, tensor in model.state_dict().items():
+        set_module_tensor_to_device(model, name, "cpu", value=tensor * 0.5)
+
+
+def counting_hook(register: Callable[[Any], Any], model: Any, door: Door) -> int:
+    """Return how many linear layers and convolutions, and roots, a hook has seen in a run."""
+    seen: list[Any] = []
+    handle = register(lambda m, *_: seen.append(m))
+    try:
+        door.run(model)
+    finally:
+        handle.remove()
+    return sum(m is model or isinstance(m, nn.Linear | nn.Conv2d) for m in seen)
 
 
 ACTS: dict[str, Callable[[Any, Door], Any]] = {
     "state_dict_elsewhere": lambda m, d: filled(d, m, m.state_dict()),
     "save_and_load_weights": lambda m, d: filled(d, m, torch.load(_saved(m.state_dict()), weights_only=True)),
     "distributed_state_dict": lambda m, d: filled(d, m, get_model_state_dict(m)),
-    "load_state_dict": lambda m, d: m.load_state_dict(halved(m)),
-    "load_by_assignment": lambda m, d: m.load_state_dict(halved(m), assign=True),
-    "load_a_part": lambda m, d: load_halved(body(m).get_submodule(d.kind.inner)),
-    "load_through_a_parent": lambda m, d: load_halved(nn.ModuleDict({"part": m})),
-    "names_of_parameters_resolve": lambda m, d: all(m.get_parameter(n) is t for n, t in m.named_parameters()),
     "state_with_gradients": lambda m, d: sorted(parameters_of(m.state_dict(keep_vars=True))),
     "to_numpy": lambda m, d: {n: float(p.detach().numpy().sum()) for n, p in body(m).named_parameters()},
     "to_meta": lambda m, d: all(tensor.is_meta for tensor in m.to("meta").state_dict().values()),
-    "initialise_one": lambda m, d: nn.init.constant_(body(m).get_parameter(f"{d.kind.head}.weight"), 0.1),
-    "delete_bias": lambda m, d: head_of(m, d).register_parameter("bias", None),
     "convert_sync_batchnorm": lambda m, d: norms_in(
         nn.SyncBatchNorm.convert_sync_batchnorm(m), "SyncBatchNorm"
     ),
     "configuration_of_sizes": lambda m, d: [getattr(m.config, name) for name in SIZES],
     "generate_by_a_draft": lambda m, d: d.original.generate(d.inputs[:1], assistant_model=m, **GREEDY),
     "exact_class": lambda m, d: [type(x) is type(d.original.get_submodule(n)) for n, x in m.named_modules()],
-    "zero_grad": lambda m, d: m.zero_grad(),
     "pickle_module": lambda m, d: pickle.loads(pickle.dumps(m)),
     "shallow_copy": lambda m, d: copy.copy(m),
     "deep_copy": lambda m, d: copy.deepcopy(m),
@@ -915,10 +612,69 @@ ACTS: dict[str, Callable[[Any, Door], Any]] = {
     "weight_decay_names": lambda m, d: sorted(body(m).no_weight_decay()),
     "symbolic_trace": lambda m, d: torch.fx.symbolic_trace(m),
     "export": lambda m, d: torch.export.export(m, (d.inputs,)).module()(d.inputs),
+    "train_mode": lambda m, d: [
+        run_without_gradients(m.train(), d),
+        run_without_gradients(m.eval(), d),
+    ],
+    "autocast": lambda m, d: run_without_gradients(m, d, torch.autocast("cpu", torch.bfloat16)),
+    "inference_mode": lambda m, d: run_without_gradients(m, d, torch.inference_mode()),
+    "two_threads": lambda m, d: in_threads(*[lambda: [run_without_gradients(m, d) for _ in range(5)]] * 2),
+    "compiled_in_place": lambda m, d: (m.compile(backend="eager"), run_without_gradients(m, d))[1],
+    "reset_classifier": lambda m, d: with_row(m, d, body(m).reset_classifier(3)) or tuple(d.run(m).shape),
+    "resize_token_embeddings": lambda m, d: body(m).resize_token_embeddings(47) and tuple(d.run(m).shape),
+    "register_buffer": lambda m, d: (
+        body(m).register_buffer("note", torch.ones(2), persistent=False) or body(m).note
+    ),
+    "register_parameter": lambda m, d: (
+        body(m).register_parameter("note", nn.Parameter(torch.ones(2))) or body(m).note
+    ),
+    "tie_weights": lambda m, d: (body(m).tie_weights(), len(list(body(m).parameters())))[1],
+    "set_input_gradients": lambda m, d: (body(m).enable_input_require_grads(), d.run(m).requires_grad)[1],
+    "set_attention": lambda m, d: (m.set_attn_implementation("eager"), m.config._attn_implementation)[1],
+    "quantize_dynamic": lambda m, d: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}),
+    "functional_call": lambda m, d: [torch.func.functional_call(m, halved(m), (d.inputs,), {}), d.run(m)],
+    "hook_of_the_root": lambda m, d: counting_hook(m.register_forward_hook, m, d),
+    "global_hook": lambda m, d: counting_hook(nn.modules.module.register_module_forward_hook, m, d),
+    "feature_extractor": lambda m, d: create_feature_extractor(m, {"layer2": "a", "layer4": "b"})(d.inputs),
+    "script_trace": lambda m, d: torch.jit.trace(m, (d.inputs,)),
+    "script": lambda m, d: torch.jit.script(m),
 }
 """Acts of one expression, by their names; the others are the functions of this module."""
+CHANGES: dict[str, Callable[[Any, Door], Any]] = {
+    "zero_grad": lambda m, d: m.zero_grad(),
+    "initialise_one": lambda m, d: nn.init.constant_(body(m).get_parameter(f"{d.kind.head}.weight"), 0.1),
+    "delete_bias": lambda m, d: head_of(m, d).register_parameter("bias", None),
+    "double_by_swapping": lambda m, d: double_with("swap", m),
+    "double_by_overwriting": lambda m, d: double_with("overwrite", m),
+    "double_of_a_parent": lambda m, d: nn.ModuleDict({"part": m}).double(),
+    "update_bn": lambda m, d: update_bn([d.inputs], m),
+    "new_head_on_itself": lambda m, d: setattr(m, d.kind.head, nn.Identity()),
+    "write_modules": lambda m, d: body(m)._modules.update({d.kind.head: nn.Identity()}),
+    "prune_and_remove": lambda m, d: prune.remove(
+        prune.l1_unstructured(_layer(m, d), "weight", 0.5), "weight"
+    ),
+    "prune_global": lambda m, d: prune.global_unstructured(
+        [(_layer(m, d), "weight"), (head_of(m, d), "weight")], prune.L1Unstructured, amount=0.5
+    ),
+    "register_parametrization": lambda m, d: parametrize.register_parametrization(
+        _layer(m, d), "weight", Doubled()
+    ),
+    "old_weight_norm": lambda m, d: nn.utils.weight_norm(_layer(m, d)),
+    "offload": lambda m, d: importlib.import_module("accelerate").cpu_offload(m, "cpu"),
+    "load_state_dict": lambda m, d: m.load_state_dict(halved(m)),
+    "load_by_assignment": lambda m, d: m.load_state_dict(halved(m), assign=True),
+    "load_a_part": lambda m, d: load_halved(body(m).get_submodule(d.kind.inner)),
+    "load_through_a_parent": lambda m, d: load_halved(nn.ModuleDict({"part": m})),
+}
+"""Acts of one expression that return nothing."""
 
 
 def act_of(name: str) -> Callable[[Any, Door], Any]:
     """Return an act by its name."""
+
+    def change(model: Any, door: Door) -> None:
+        CHANGES[name](model, door)
+
+    if name in CHANGES:
+        return change
     return ACTS.get(name) or globals()[name]  # type: ignore[no-any-return]

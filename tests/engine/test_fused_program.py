@@ -7,9 +7,9 @@ import logging
 import random
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,9 @@ from elastic_networks import in_threads, one_width
 from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 
-from subnetact import Axis, Engine, SubnetNorm, SubnetSpace, WeightSlice, insert_
-from subnetact.digits import new_digits_supernet
+from subnetact import Engine
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_conv import PackedConv
 from subnetact.engine.packed_linear import SMALLEST_WIDTH
-from subnetact.operators import ElasticKernel, KernelConv2d
-from subnetact.operators.operation_traits import operation_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -73,16 +69,12 @@ class Activations(nn.Module):
         return self.pool(z)
 
 
-KINDS = [
-    " ".join(k) for k in itertools.product(("relu", "relu6", "hardswish", "silu"), ("max", "mean added"))
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_strange_values_stay_where_the_view_has_them(kind: str) -> None:
+@pytest.mark.parametrize("act", ["relu", "relu6", "hardswish", "silu"])
+@pytest.mark.parametrize("rest", ["max", "mean added"])
+def test_strange_values_stay_where_the_view_has_them(act: str, rest: str) -> None:
     example = torch.randn(3, 8, 8)
     parts = {"first": "out", "norm": "norm", "deep": "out", "last": "both"}
-    engine, rng = engine_of(Activations(kind), example, parts), random.Random(0)
+    engine, rng = engine_of(Activations(f"{act} {rest}"), example, parts), random.Random(0)
     assert all(engine.pin(i) for i in range(2))
     agree(engine, torch.randn(2, 3, 8, 8))
     for value, channel, subnet in itertools.product(STRANGE, range(3), range(2)):
@@ -107,7 +99,7 @@ class Halves(nn.Module):
         return F.relu(self.norm(self.conv(x))).chunk(2, 1)
 
 
-def test_a_sample_with_nan_changes_no_answer_of_its_batch(digits: Supernet) -> None:
+def test_a_sample_with_nan_changes_no_answer_of_its_batch() -> None:
     engine = engine_of(Halves(), torch.randn(3, 8, 8))
     assert engine.pin(0)
     x = torch.randn(3, 3, 8, 8)
@@ -117,15 +109,6 @@ def test_a_sample_with_nan_changes_no_answer_of_its_batch(digits: Supernet) -> N
     for answer, former in zip(engine(x, 0), before, strict=True):
         assert answer[1].isnan().any()
         assert torch.equal(answer[[0, 2]], former[[0, 2]])
-    spec, example = digits.space.largest(), torch.zeros(1, 1, 16, 16)
-    engine = Engine(digits, [spec], example=example, allow_uncalibrated=True, memory_budget_mb=64)
-    assert engine.pin(0)
-    for value in STRANGE:
-        x = torch.rand(3, 1, 16, 16)
-        x[1, 0, 5, 5] = value
-        output = agree(engine, x)
-        assert output[[0, 2]].isfinite().all()
-        assert not output[1].isfinite().all()
 
 
 class Making(nn.Module):
@@ -153,73 +136,13 @@ def test_nan_that_the_network_makes_itself_is_kept(make: Callable[[Tensor], Tens
     assert agree(engine, torch.randn(2, 3, 8, 8))[:, 2].isnan().all()
 
 
-class NormAct(nn.BatchNorm2d):
-    """A BatchNorm with an activation of its own, as timm's."""
-
-    def __init__(self, channels: int, act: nn.Module) -> None:
-        super().__init__(channels)
-        self.drop, self.act = nn.Identity(), act
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._assert(x.ndim == 4, f"expected 4 axes, got {x.ndim}")
-        training = self.training or (self.running_mean is None and self.running_var is None)
-        statistics = self.running_mean, self.running_var
-        return self.act(
-            self.drop(F.batch_norm(x, *statistics, self.weight, self.bias, training, eps=self.eps))
-        )
-
-
-class ChannelNorm(nn.LayerNorm):
-    """A LayerNorm over the channels of a map, as ConvNeXt's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
-        return y.permute(0, 3, 1, 2)
-
-
-class Foreign(nn.Module):
-    """What other libraries write: derived layers, own parameters and buffers, a token that is expanded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), NormAct(8, nn.ReLU())
-        self.deep, self.channels = nn.Conv2d(8, 8, 7, padding=3, groups=8), ChannelNorm(8)
-        self.gamma = nn.Parameter(torch.rand(8))
-        self.token = nn.Parameter(torch.rand(1, 1, 8))
-        self.register_buffer("shift", torch.rand(8, 1, 1))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        y = y + self.channels(self.deep(y)) * self.gamma.reshape(1, -1, 1, 1) + self.shift
-        tokens = torch.cat([self.token.expand(y.shape[0], -1, -1), y.flatten(2).transpose(1, 2)], dim=1)
-        return self.head(tokens.mean(1))
-
-
-def test_derived_layers_and_own_parameters_are_traced(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = engine_of(Foreign(), torch.randn(3, 8, 8), {"norm": SubnetNorm.on()})
-    pinned = engine.pin(0)
-    assert pinned, pinned.reason
-    for count in (1, 3):
-        agree(engine, torch.randn(count, 3, 8, 8))
-    program = FusedProgram(engine.supernet.private_view(engine.specs[0])[0])
-    assert program.graph is not None
-    called = {str(n.target) for n in program.graph.nodes}
-    assert not any("batch_norm" in name or "norm.act" in name for name in called), called
-    with torch.no_grad():
-        engine.supernet.network.shift.add_(1)
-        engine.supernet.network.gamma.mul_(2)
-    agree(engine, torch.randn(2, 3, 8, 8))
-    assert capfd.readouterr().err == ""
-
-
 class Deciding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x.flatten(1)) if x.sum() > 0 else x
+        return self.head(x.flatten(1)) if x.sum() > -1e9 else x
 
 
 def test_what_cannot_be_fused_is_said_in_one_line_and_nothing_is_printed(
@@ -292,13 +215,20 @@ TIMM = ("resnetv2_50", "mobilenetv3_small_050", "efficientnet_b0", "convnext_att
 
 @pytest.mark.parametrize("name", TIMM)
 def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their norms are derived, and activate; convnext has parameters of its own."""
     timm = pytest.importorskip("timm")
     network = timm.create_model(name, pretrained=False, num_classes=8)
     engine = engine_of(network, torch.randn(3, 64, 64))
     pinned = engine.pin(0)
     assert pinned, pinned.reason
+    program = FusedProgram(engine.supernet.private_view(engine.specs[0])[0])
+    assert "batch_norm" not in str(program.graph)
     x = torch.randn(2, 3, 64, 64)
-    agree(engine, x)
+    for _ in range(2):
+        agree(engine, x)
+        with torch.no_grad():
+            for parameter in engine.supernet.parameters():
+                parameter.mul_(1.01)
     x[1, 0, 30, 30] = float("nan")
     agree(engine, x)
     assert capfd.readouterr().err == ""
@@ -321,85 +251,6 @@ def test_a_reason_against_fusing_ends_with_memory_or_the_weights_that_it_was_fou
     assert strange.pin(0).reason == "strange"
     strange.supernet.load_state_dict(strange.supernet.state_dict())
     assert strange.pin(0)
-
-
-@pytest.mark.parametrize("pixels", [3, 40])  # a product with the plain weight, and oneDNN's convolution
-@pytest.mark.parametrize("overwrite", [None, False, True])
-def test_pointwise_convolutions_add_and_activate_at_every_size(pixels: int, overwrite: bool | None) -> None:
-    conv, norm = nn.Conv2d(6, 10, 1), nn.BatchNorm2d(10).eval()
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2)
-    x, other = (torch.randn(2, c, pixels, pixels).to(memory_format=torch.channels_last) for c in (6, 10))
-    relu = operation_of(torch.relu)
-    with torch.inference_mode():
-        expected = norm(conv(x)) if overwrite is None else norm(conv(x)) + other
-        packed = PackedConv(conv, norm, relu)
-        packed.overwrite = bool(overwrite)
-        got = packed(x) if overwrite is None else packed(x, other.clone())
-        assert got.is_contiguous(memory_format=torch.channels_last)
-        assert packed.nbytes >= 4 * (conv.weight.numel() + 10)
-    torch.testing.assert_close(got, expected.relu(), rtol=1e-4, atol=1e-5)
-
-
-MAPS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-def computed_kernels() -> Supernet:
-    torch.manual_seed(0)
-    network = nn.Sequential(KernelConv2d(4, [3, 5], matrices=True), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
-    axes = [Axis.uniform(name, ["all"], c) for name, c in (("k", (3, 5)), ("w", (2, 4)))]
-    space = SubnetSpace("found", axes, lambda v: {"k": v["k"][0], "w": v["w"][0], "c": 4})
-    elastic = {
-        "0": ElasticKernel.on(channels="c", kernel="k"),
-        "1": WeightSlice.on(out="w"),
-        "2": WeightSlice.on(in_="w"),
-    }
-    return insert_(network, space, elastic).eval()
-
-
-def through_data(parameter: Tensor) -> None:
-    parameter.data.mul_(1.2)
-
-
-def through_numpy(parameter: Tensor) -> None:
-    parameter.detach().numpy()[...] *= 1.2
-
-
-def new_storage(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data * 1.2
-
-
-def moved_by_set(parameter: nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter.set_(parameter.detach() * 1.2)  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage, moved_by_set])
-@pytest.mark.parametrize("budget", [0, 64])
-def test_traceless_changes_are_followed_after_refresh(change: Callable[[Tensor], None], budget: int) -> None:
-    supernet = computed_kernels()
-    spec = supernet.space.smallest()
-    engine = Engine(supernet, [spec], example=MAPS[:1], memory_budget_mb=budget)
-    assert bool(engine.pin(0)) == (budget > 0)
-    engine(MAPS, 0), supernet(MAPS, subnet=spec)
-    for parameter in supernet.parameters():
-        change(parameter)
-    supernet.refresh()
-    expected = supernet.extract(spec)(MAPS)
-    for run in (lambda: engine(MAPS, 0), lambda: supernet(MAPS, subnet=spec)):
-        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_weights_that_were_made_in_inference_mode_are_followed_after_refresh() -> None:
-    with torch.inference_mode():
-        supernet = computed_kernels()
-        engine = Engine(supernet, [supernet.space.smallest()], example=MAPS[:1], memory_budget_mb=64)
-        assert engine.pin(0)
-        for parameter in supernet.parameters():
-            parameter.mul_(1.2)
-    supernet.refresh()
-    expected = supernet.extract(engine.specs[0])(MAPS)
-    torch.testing.assert_close(engine(MAPS, 0), expected, rtol=1e-4, atol=1e-4)
 
 
 class Buffered(nn.Module):
@@ -430,19 +281,50 @@ def new_engine(supernet: Supernet) -> Engine:
     return Engine(supernet, largest, example=torch.zeros(1, 16), memory_budget_mb=64)
 
 
-def test_fused_programs_follow_buffers() -> None:
+def new_storage(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 1.2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "through data": lambda parameter: parameter.data.mul_(1.2),
+    "through numpy": lambda parameter: np.multiply(parameter.detach(), 1.2, out=parameter.detach().numpy()),
+    "new storage": new_storage,
+    "moved by set_": lambda parameter: torch.no_grad()(parameter.set_)(parameter.detach() * 1.2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_programs_follow_buffers_and_after_refresh_traceless_changes(change: str) -> None:
     supernet, engine = buffered()
     spec, x = engine.specs[0], torch.randn(4, 16)
-    for name, value in (("table", 2.0), ("index", 3)):
+
+    def follows() -> None:
+        expected = supernet.extract(spec)(x)
+        torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(supernet(x, subnet=spec), expected, rtol=1e-4, atol=1e-4)
         assert engine.pin(0)
+
+    follows()
+    for name, value in (("table", 2.0), ("index", 3)):
         with torch.no_grad():
             supernet.network.table[3] = 5.0
             supernet.network.get_buffer(name).fill_(value)
-        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
-    assert engine.pin(0)
-    supernet.network.table.data.add_(1.0)
+        follows()
+    for tensor in (*supernet.parameters(), supernet.network.table):
+        CHANGES[change](tensor)
     supernet.refresh()
-    torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+    follows()
+
+
+def test_weights_that_were_made_in_inference_mode_are_followed_after_refresh() -> None:
+    with torch.inference_mode():
+        supernet, engine = buffered()
+        assert engine.pin(0)
+        for parameter in supernet.parameters():
+            parameter.mul_(1.2)
+    supernet.refresh()
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(engine(x, 0), supernet.extract(engine.specs[0])(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,92 +376,59 @@ def test_a_program_is_not_lost_if_weights_change_while_it_is_made(monkeypatch: p
     is_made_by_the_next_call()
 
 
-def digits_engine(count: int = 6, **options: Any) -> Engine:
-    supernet = new_digits_supernet()
-    rng = Random(0)
-    specs = [supernet.space.largest(), supernet.space.smallest()]
-    while len(specs) < count:
-        spec = supernet.space.sample(rng)
-        specs += [spec] if spec not in specs else []
-    options = {"allow_uncalibrated": True, "example": torch.zeros(1, 1, 16, 16)} | options
-    return Engine(supernet, specs, **options)
-
-
-def through(engine: Engine, subnet: int, x: Tensor) -> Tensor:
-    """Return what a batch gives block by block."""
-    run = engine.start(subnet, list(x), len(x))
+def whole(engine: Engine, subnet: int, x: Tensor, before: int = 0) -> Tensor:
+    """Return what a batch gives block by block, after some blocks at once."""
+    run = engine.start(subnet, list(x), len(x) + before)
+    if before:
+        run.step(before)
     while not run.step():
         pass
     return torch.stack(list(run.outputs()))
 
 
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+def digits_engine(digits: Supernet, budget: float) -> Engine:
+    specs = list(dict.fromkeys([digits.space.largest(), *digits.space.sample(0, 4)]))
+    options: Any = {"allow_uncalibrated": True, "memory_budget_mb": budget}
+    return Engine(digits, specs, example=torch.zeros(1, 1, 16, 16), **options)
 
 
 @pytest.mark.parametrize("budget", [0.0, 256.0])
-def test_blocks_equal_the_whole_subnet_bit_for_bit(x: Tensor, budget: float) -> None:
-    engine = digits_engine(memory_budget_mb=budget)
+def test_blocks_equal_the_whole_subnet_and_no_run_joins_two_checkpoints(
+    digits: Supernet, budget: float
+) -> None:
+    engine, x = digits_engine(digits, budget), torch.randn(5, 1, 16, 16)
+    expected = {i: engine(x, i) for i in engine.ids}
     for subnet in engine.ids:
-        if budget:
-            assert engine.pin(subnet)
-        assert torch.equal(through(engine, subnet, x), engine(x, subnet))
-        run = engine.start(subnet, list(x), 8)
+        assert engine.is_fused(subnet) == bool(budget)
+        assert torch.equal(whole(engine, subnet, x), expected[subnet])
+        assert torch.equal(whole(engine, subnet, x, 2), expected[subnet])
         depth = sum(engine.specs[subnet]["depth"])
-        assert run.blocks == 1 + depth  # the stem, and one block per layer that is kept
-        assert not run.step()
-        while not run.step(2):
-            pass
-        assert torch.equal(torch.stack(list(run.outputs())), engine(x, subnet))
+        assert (
+            engine.start(subnet, list(x), 8).blocks == 1 + depth
+        )  # the stem, and one per layer that is kept
+
+    def same(subnet: int) -> bool:
+        return all(torch.equal(whole(engine, subnet, x), expected[subnet]) for _ in range(5))
+
+    assert all(in_threads(*(partial(same, subnet) for subnet in engine.ids)))
+    run = engine.start(0, list(x), 5)
+    run.step(7)
+    digits.load_state_dict({n: 2 * t for n, t in digits.state_dict().items()})
+    engine.start(0, list(x), 5).step(99)
+    run.step(99)
+    assert torch.equal(torch.stack(list(run.outputs())), expected[0])
+    assert torch.equal(whole(engine, 0, x), engine(x, 0)), "the next run follows the new weights"
+    assert not torch.equal(engine(x, 0), expected[0])
 
 
-@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "autoformer"])
-def test_blocks_of_families(family: str) -> None:
-    supernet = small_supernet(family)
-    (x,) = small_inputs(family, 3).values()
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "autoformer", "one block"])
+def test_blocks_of_families_and_of_a_network_that_cannot_be_cut(family: str) -> None:
+    if family == "one block":
+        supernet, x = one_width(Deciding(), {"head": "out"}, (4, 8)), torch.randn(3, 3, 2, 2)
+    else:
+        supernet, (x,) = small_supernet(family), small_inputs(family, 3).values()
     specs = [supernet.space.largest(), supernet.space.smallest()]
     engine = Engine(supernet, specs, allow_uncalibrated=True, example=x[:1])
     for subnet in engine.ids:
-        assert engine.start(subnet, list(x), 3).blocks > 1
-        assert torch.equal(through(engine, subnet, x), torch.stack(list(engine.run(subnet, list(x), 3))))
-
-
-def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)) if float(x.sum()) > -1e9 else x
-
-    supernet = one_width(Odd(), {"a": "out", "b": "in"})
-    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(1, 4))
-    x = torch.randn(3, 4)
-    assert engine.start(0, list(x), 3).blocks == 1
-    assert torch.equal(through(engine, 0, x), engine(x, 0))
-
-
-def test_blocks_run_in_threads_beside_each_other(x: Tensor) -> None:
-    engine = digits_engine(4)
-    expected = {i: engine(x, i) for i in engine.ids}
-
-    def same(subnet: int) -> bool:
-        return all(torch.equal(through(engine, subnet, x), expected[subnet]) for _ in range(5))
-
-    assert all(in_threads(*(partial(same, subnet) for subnet in engine.ids)))
-
-
-@pytest.mark.parametrize("budget", [0.0, 256.0])
-def test_a_run_never_joins_two_checkpoints(x: Tensor, budget: float) -> None:
-    engine = digits_engine(1, memory_budget_mb=budget)
-    expected = engine(x, 0)
-    run = engine.start(0, list(x), 5)
-    run.step(7)
-    engine.supernet.load_state_dict({n: 2 * t for n, t in engine.supernet.state_dict().items()})
-    engine.start(0, list(x), 5).step(99)
-    run.step(99)
-    assert torch.equal(torch.stack(list(run.outputs())), expected)
-    assert torch.equal(through(engine, 0, x), engine(x, 0)), "the next run follows the new weights"
-    assert not torch.equal(engine(x, 0), expected)
+        assert (engine.start(subnet, list(x), 3).blocks == 1) == (family == "one block")
+        assert torch.equal(whole(engine, subnet, x), torch.stack(list(engine.run(subnet, list(x), 3))))
