@@ -95,10 +95,7 @@ class Server:
         return status, json.loads(answer)
 
     def stop(self):
-        """End the server as a service manager does; return its log.
-
-        Lines are left out that say what is served, and how far the made-up latencies of the bundle are off.
-        """
+        """End the server as a service manager does; return its log without what every server says."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -193,12 +190,22 @@ def gated():
 
 @pytest.fixture
 def post():
-    """Sends a request to an application as uvicorn does: (status, headers, body)."""
+    """Sends a request as uvicorn does, its body at once or byte by byte: (status, headers, body)."""
 
     async def send_one(
-        app, values, leave=None, path="/infer", headers=(), method="POST", raw=None, query=b"", **more
+        app,
+        values,
+        leave=None,
+        path="/infer",
+        headers=(),
+        method="POST",
+        raw=None,
+        query=b"",
+        delay_s=0.0,
+        **more,
     ):
         body = json.dumps({"input": values}).encode() if raw is None else raw
+        pieces = [body[i : i + 1] for i in range(len(body))] if delay_s else [body]
         scope = {
             "type": "http",
             "method": method,
@@ -208,12 +215,12 @@ def post():
             "client": ("127.0.0.1", 1),
             **more,
         }
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent = []
 
         async def receive():
-            if messages:
-                return messages.pop()
+            if pieces:
+                await asyncio.sleep(delay_s)
+                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
             await (leave or asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 

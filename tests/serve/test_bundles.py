@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from subnetact import LatencyTable, __version__
 from subnetact.device import machine
-from subnetact.errors import ServeError, TableError
+from subnetact.errors import InvalidRequest, ServeError, TableError
 from subnetact.serve.cli import main
 from subnetact.serve.payloads import Signature
 from subnetact.serve.source import Source
@@ -60,7 +61,7 @@ def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys, monkeyp
     for scale in (1.0, 2.0):
         body = {"input": {"x": [1, 2, 3, 4], "scale": [scale] * 3}, "deadline_ms": 60_000, "min_accuracy": 70}
         status, _, text = server.call("POST", "/infer", body)
-        answers.append(__import__("json").loads(text))
+        answers.append(json.loads(text))
         assert status == 200
     first, second = (answer["output"] for answer in answers)
     assert second["scores"] == pytest.approx([2 * value for value in first["scores"]], rel=1e-4)
@@ -101,8 +102,6 @@ def test_what_inputs_may_be():
     x = nested.from_values({"input_0": [1, 2], "ids": [1, 2, 3]})
     assert x[0].dtype == torch.float32
     assert x[1]["ids"].tolist() == [1, 2, 3]
-    from subnetact.errors import InvalidRequest
-
     for ids in ([1.5, 2, 3], [True, 2.0, 3], ["1", 2, 3], [2**70, 1, 1], [[1, 2, 3]] * 2):
         with pytest.raises(InvalidRequest, match="whole numbers"):
             nested.from_values({"input_0": [1, 2], "ids": ids})

@@ -48,10 +48,8 @@ def test_a_manifest_fits_the_published_schema(kind):
 
 
 def test_the_manifests_fit_each_other():
-    labels, ports = (
-        POD["metadata"]["labels"],
-        {port["name"]: port["containerPort"] for port in SERVER["ports"]},
-    )
+    labels = POD["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in SERVER["ports"]}
     selectors = [BY_KIND[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodMonitor")]
     selectors += [BY_KIND["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]]
     assert all(selector == labels for selector in [*selectors, BY_KIND["Service"]["spec"]["selector"]])

@@ -97,46 +97,30 @@ SIGNS = Signature(torch.zeros(2, 2, dtype=torch.bool))
 SCALAR = Signature(torch.tensor(0.0))
 
 
-@pytest.mark.parametrize(
-    ("signature", "values", "expected"),
-    [
-        (FLOATS, [1, 2.5, -3, 0], [[1.0, 2.5], [-3.0, 0.0]]),
-        (FLOATS, [[1, 2], [3, 4]], [[1.0, 2.0], [3.0, 4.0]]),
-        (FLOATS, [10**30, 0, 0, 0], [[1e30, 0.0], [0.0, 0.0]]),
-        (FLOATS, [True, 1, 1, 1], None),
-        (FLOATS, ["1", 1, 1, 1], None),
-        (FLOATS, [None, 1, 1, 1], None),
-        (FLOATS, [1e39, 1, 1, 1], None),
-        (FLOATS, [1, 2, 3], None),
-        (FLOATS, [1, 2, 3, 4, 5], None),
-        (FLOATS, [[1, 2, 3, 4]], None),
-        (FLOATS, [[1, 2], [3]], None),
-        (FLOATS, [[[1], [2]], [[3], [4]]], None),
-        (FLOATS, [[1, 2], 3], None),
-        (FLOATS, 5, None),
-        (FLOATS, {}, None),
-        (FLOATS, "abcd", None),
-        (FLOATS, None, None),
-        (WHOLE, [1, -128, 127, 0], [[1, -128], [127, 0]]),
-        (WHOLE, [1.0, 2, 3, 4], None),
-        (WHOLE, [128, 2, 3, 4], None),
-        (WHOLE, [10**30, 2, 3, 4], None),
-        (WHOLE, [True, 2, 3, 4], None),
-        (SIGNS, [True, False, 1, 0], [[True, False], [True, False]]),
-        (SIGNS, [2, 0, 0, 0], None),
-        (SIGNS, [1.0, 0, 0, 0], None),
-        (SCALAR, 2.5, 2.5),
-        (SCALAR, [2.5], 2.5),
-        (SCALAR, [[2.5]], None),
-        (SCALAR, True, None),
-    ],
-)
-def test_values_are_those_of_the_dtype_in_the_shape(
-    signature: Signature, values: object, expected: object
-) -> None:
-    if expected is None:
-        with pytest.raises(InvalidRequest, match="nested like it or all"):
-            signature.from_values(values)
-    else:
+MEANT = [
+    (FLOATS, [1, 2.5, -3, 0], [[1.0, 2.5], [-3.0, 0.0]]),
+    (FLOATS, [[1, 2], [3, 4]], [[1.0, 2.0], [3.0, 4.0]]),
+    (FLOATS, [10**30, 0, 0, 0], [[1e30, 0.0], [0.0, 0.0]]),
+    (WHOLE, [1, -128, 127, 0], [[1, -128], [127, 0]]),
+    (SIGNS, [True, False, 1, 0], [[True, False], [True, False]]),
+    (SCALAR, 2.5, 2.5),
+    (SCALAR, [2.5], 2.5),
+]
+MEANINGLESS: list[tuple[Signature, list[object]]] = [
+    (FLOATS, [[value, 1, 1, 1] for value in (True, "1", None, 1e39)]),
+    (FLOATS, [[1, 2, 3], [1, 2, 3, 4, 5], [[1, 2, 3, 4]], [[1, 2], [3]], [[[1], [2]], [[3], [4]]]]),
+    (FLOATS, [[[1, 2], 3], 5, {}, "abcd", None]),
+    (WHOLE, [[value, 2, 3, 4] for value in (1.0, 128, 10**30, True)]),
+    (SIGNS, [[2, 0, 0, 0], [1.0, 0, 0, 0]]),
+    (SCALAR, [[[2.5]], True]),
+]
+
+
+def test_values_are_those_of_the_dtype_in_the_shape() -> None:
+    for signature, values, expected in MEANT:
         found = signature.from_values(values)
         assert torch.equal(found, torch.tensor(expected, dtype=signature.parts[0].dtype))
+    for signature, several in MEANINGLESS:
+        for wrong in several:
+            with pytest.raises(InvalidRequest, match="nested like it or all"):
+                signature.from_values(wrong)
