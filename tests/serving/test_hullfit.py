@@ -52,27 +52,14 @@ def test_hullfit_is_never_far_behind_on_tables_of_many_shapes():
     sizes = [(1,), (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 4, 16, 64), (1, 8, 32, 128)]
     leads = []
     for seed in range(12):
-        table = affine(
-            rng.uniform(0.1, 0.95),
-            int(rng.choice([2, 3, 6, 12, 100])),
-            float(rng.choice([1.5, 3.0, 5.0, 10.0])),
-            sizes[rng.integers(len(sizes))],
-            bool(rng.integers(2)),
-            base_ms=float(rng.choice([0.5, 5.0, 50.0])),
-            jitter=float(rng.choice([0.0, 0.0, 0.1])),
-            seed=seed,
-        )
+        share, subnets = rng.uniform(0.1, 0.95), int(rng.choice([2, 3, 6, 12, 100]))
+        ratio, several = float(rng.choice([1.5, 3.0, 5.0, 10.0])), sizes[rng.integers(len(sizes))]
+        concave, base_ms = bool(rng.integers(2)), float(rng.choice([0.5, 5.0, 50.0]))
+        jitter = float(rng.choice([0.0, 0.0, 0.1]))
+        table = affine(share, subnets, ratio, several, concave, base_ms, jitter, seed)
         load, workers = float(rng.choice([0.01, 0.3, 0.6, 0.9, 1.3, 1.8])), int(rng.choice([1, 2, 4, 16]))
-        leads.append(
-            lead(
-                table,
-                load,
-                workers,
-                float(rng.choice([3.0, 5.0, 10.0, 20.0])),
-                rng.choice([1, 2, 4, 8]),
-                seed,
-            )
-        )
+        slo, cv2 = float(rng.choice([3.0, 5.0, 10.0, 20.0])), rng.choice([1, 2, 4, 8])
+        leads.append(lead(table, load, workers, slo, cv2, seed))
     assert min(leads) > -0.5
     assert np.mean(np.array(leads) > -0.2) >= 0.9
     assert np.mean(leads) > 0.3
@@ -117,17 +104,12 @@ def test_a_backlog_that_fluctuations_do_not_need_gives_way_to_efficient_batches(
 
 def test_time_counts_as_lost_to_accuracy_where_another_subnet_runs_the_batch_faster():
     # Batches of two of "narrow" are the cheapest, but it runs a single request slower than the others.
-    table = LatencyTable(
-        ["narrow", "wide", "widest"], [70.2, 77.5, 80.0], [1, 2], [[13.4, 11.0], [6.9, 24.5], [12.8, 26.3]]
-    )
-    slo_ms = 25.7
-    gaps = np.random.default_rng(2).gamma(1 / 8, 8.0 * 6.9, 8000)
-    others = [Fixed(table, i) for i in range(3)]
-    runs = [
-        simulate(np.cumsum(gaps), table, policy, slo_ms, 1, progress=False).effective_accuracy
-        for policy in (HullFit(table, slo_ms), *others)
-    ]
-    assert runs[0] > max(runs[1:]) + 1.0
+    cells = [[13.4, 11.0], [6.9, 24.5], [12.8, 26.3]]
+    table = LatencyTable(["narrow", "wide", "widest"], [70.2, 77.5, 80.0], [1, 2], cells)
+    times = np.cumsum(np.random.default_rng(2).gamma(1 / 8, 8.0 * 6.9, 8000))
+    policies = HullFit(table, 25.7), *(Fixed(table, i) for i in range(3))
+    ours, *others = (simulate(times, table, policy, 25.7, 1, progress=False) for policy in policies)
+    assert ours.effective_accuracy > max(other.effective_accuracy for other in others) + 1.0
 
 
 def test_no_subnet_below_the_hull_is_chosen_for_the_sake_of_free_time():
@@ -184,15 +166,12 @@ def test_an_idle_server_answers_with_the_most_accurate_subnet(share, subnets, ra
 def test_the_unit_of_time_does_not_matter(factor):
     table = affine(0.5, 6, 5.0, (1, 2, 4, 8, 16), concave=True, jitter=0.1)
     slo_ms = 5.0 * float(table.latency_ms[-1, 0])
-    times = arrivals(table, 1.3, 4, slo_ms, 4.0, 4000, seed=3)
-    plain, scaled = (
-        simulate(
-            f * times, table.scaled(f), HullFit(table.scaled(f), f * slo_ms), f * slo_ms, 4, progress=False
-        )
-        for f in (1.0, factor)
-    )
-    assert plain.served_by == scaled.served_by
-    assert plain.effective_accuracy == scaled.effective_accuracy
+    times, runs = arrivals(table, 1.3, 4, slo_ms, 4.0, 4000, seed=3), []
+    for f in (1.0, factor):
+        policy = HullFit(table.scaled(f), f * slo_ms)
+        run = simulate(f * times, policy.table, policy, f * slo_ms, 4, progress=False)
+        runs.append((run.served_by, run.effective_accuracy))
+    assert runs[0] == runs[1]
 
 
 def test_two_distant_subnets_alternate_where_the_load_lies_between_them():

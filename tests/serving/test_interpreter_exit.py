@@ -88,12 +88,7 @@ def test_the_interpreter_ends_while_threads_compute() -> None:
 def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = interpreter_exit._Computing()
     monkeypatch.setattr(interpreter_exit, "_now", now)
-    began, go_on, later, waits = (
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-        threading.Semaphore(0),
-    )
+    (began, go_on, later), waits = (threading.Event() for _ in range(3)), threading.Semaphore(0)
     wait = now.changed.wait
 
     def noted(timeout: float | None = None) -> bool:
@@ -122,9 +117,8 @@ def test_the_end_waits_for_threads_that_compute_and_holds_the_others(monkeypatch
     threads[1].join(60)
     assert not threads[1].is_alive()
     assert not later.is_set()
-    monkeypatch.setattr(
-        interpreter_exit, "HELD_S", 0.0
-    )  # Whoever waits for the thread, as `close` does, need not any more.
+    # Whoever waits for the thread, as `close` does, need not any more.
+    monkeypatch.setattr(interpreter_exit, "HELD_S", 0.0)
     with now.changed:
         now.changed.notify_all()
     assert later.wait(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,9 @@ A40 = superserve_a40()
 OTHER = LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], [1, 4], [[1.0, 2.0], [3.0, 6.0], [4.0, 8.0]])
 
 
+BARE = type("Bare", (), {"decide": lambda self, context: (0, 1)})()  # has no table
+
+
 class Plain:
     """A runner with nothing that is optional."""
 
@@ -69,14 +73,6 @@ class Shaped(Echo):
     def shape_of(self, x: str) -> int:
         """Return the shape of a string."""
         return int(len(x) > 1)
-
-
-class Bare:
-    """Decides, but has no table."""
-
-    def decide(self, context: Any) -> tuple[int, int]:
-        """Return an answer."""
-        return 0, 1
 
 
 def row(call: Any, match: str, error: type[Exception] = PolicyError) -> Any:
@@ -120,7 +116,7 @@ BATCHERS = [
     row(lambda: Batcher(Echo(), table=TABLE), "a table and slo_ms"),
     row(lambda: Batcher(Echo(), policy=Fixed(TABLE, 0)), "slo_ms: Fixed has none"),
     *(row(batcher(slo_ms=ms), "slo_ms") for ms in (0.0, -1.0, math.nan, math.inf, "20", [1.0])),
-    *(row(batcher(policy=policy), "policy: ") for policy in ("slackfit", SlackFit, 3, Bare())),
+    *(row(batcher(policy=policy), "policy: ") for policy in ("slackfit", SlackFit, 3, BARE)),
     *(row(batcher(workers=count), "workers") for count in (0, True)),
     *(row(batcher(max_queue=count), "max_queue") for count in (0, 2.5)),
     row(batcher(expired="pray"), "expired: 'pray' is not a rule; choose from serve, drop, defer"),
@@ -164,7 +160,8 @@ SIMULATIONS = [
     row(simulated(blocks=0), "blocks"),
     row(simulated(events=[WorkerEvent(0.0, 8, False)]), "worker from 0 to 7", TraceError),
     row(simulated("slackfit"), "no policy object; make one .* for example HullFit"),
-    row(simulated(Bare()), "policy: "),
+    row(simulated(BARE), "policy: "),
+    row(lambda: simulate([0.0], TABLE, NeverDecides(), slo_ms=36.0, expired="serve"), "waiting"),
     row(simulated(Fixed(A40.select([0, 1]), 0)), "other subnets", ProfileMismatch),
     row(lambda: fluid_bound([0.0], A40, step_ms=0.0, slo_ms=36.0), "step_ms", TraceError),
     row(lambda: fluid_bound([0.0], A40, workers=0, slo_ms=36.0), "workers"),
@@ -237,26 +234,24 @@ PIPELINES = [
     )
 ]
 TRACES = [
-    row(call, match, TraceError)
-    for call, match in (
-        (lambda: bursty(-1, 5, 1, 1), "base_qps"),
-        (lambda: bursty(1, 5, -1, 1), "cv2"),
-        (lambda: bursty(1, 5, 1, 0), "duration_s"),
-        (lambda: bursty(1, math.nan, 1, 1), "nan"),
-        (lambda: time_varying(0, 5, 1), "qps"),
-        (lambda: time_varying(1, 5, -1), "-1"),
-        (lambda: from_counts([], 1), "counts"),
-        (lambda: from_counts([0, 0], 1), "counts"),
-        (lambda: from_counts([1, -1], 1), "counts"),
-        (lambda: from_counts([1, math.nan], 1), "counts"),
-        (lambda: from_counts([1], 0), "0"),
-        (lambda: from_timestamps([]), "empty"),
-        (lambda: from_timestamps([1.0, math.inf]), "finite"),
-        (lambda: from_timestamps([1.0, 1.0], mean_qps=5), "mean_qps"),
-        (lambda: load_trace("unknown"), "unknown"),
-        (lambda: load_trace("maf", scale=0), "scale"),
-        (lambda: load_trace(__file__, unit="h"), "unit"),
+    row(partial(make, *arguments, **options), match, TraceError)
+    for match, make, several, options in (
+        ("base_qps", bursty, [(-1, 5, 1, 1)], {}),
+        ("cv2", bursty, [(1, 5, -1, 1)], {}),
+        ("duration_s", bursty, [(1, 5, 1, 0)], {}),
+        ("nan", bursty, [(1, math.nan, 1, 1)], {}),
+        ("qps", time_varying, [(0, 5, 1)], {}),
+        ("-1", time_varying, [(1, 5, -1)], {}),
+        ("counts", from_counts, [([], 1), ([0, 0], 1), ([1, -1], 1), ([1, math.nan], 1)], {}),
+        ("0", from_counts, [([1], 0)], {}),
+        ("empty", from_timestamps, [([],)], {}),
+        ("finite", from_timestamps, [([1.0, math.inf],)], {}),
+        ("mean_qps", from_timestamps, [([1.0, 1.0],)], {"mean_qps": 5}),
+        ("unknown", load_trace, [("unknown",)], {}),
+        ("scale", load_trace, [("maf",)], {"scale": 0}),
+        ("unit", load_trace, [(__file__,)], {"unit": "h"}),
     )
+    for arguments in several
 ]
 
 
@@ -304,13 +299,14 @@ def test_requests_that_are_refused_are_counted_and_never_queued(arguments: Any, 
 class Answers:
     """A policy that gives a wrong answer first, then right ones."""
 
+    table = TABLE
+
     def __init__(self, wrong: Any) -> None:
-        self.table = TABLE
-        self.wrong = [wrong]
+        self.answers = iter([wrong])
 
     def decide(self, context: Any) -> Any:
         """Return the next answer."""
-        answer = self.wrong.pop(0) if self.wrong else (np.int64(0), np.int32(1))
+        answer = next(self.answers, (np.int64(0), np.int32(1)))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -330,8 +326,3 @@ def test_a_wrong_answer_of_a_policy_fails_its_requests_only(wrong: Any) -> None:
         with pytest.raises(BatchFailed, match="Answers answered"):
             live.submit("x", FOREVER).result(60)
         assert live.submit("y", FOREVER).result(60).output == "y"
-
-
-def test_a_policy_that_decides_for_nobody_ends_a_simulation() -> None:
-    with pytest.raises(PolicyError, match="waiting"):
-        simulate([0.0], TABLE, NeverDecides(), slo_ms=36.0, workers=8, expired="serve")

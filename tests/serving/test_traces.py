@@ -65,34 +65,25 @@ def test_timestamps_are_sorted_and_scaled():
     assert np.diff(squeezed) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_every_shipped_trace_loads(name):
-    times = load_trace(name, duration_s=5.0)
-    assert len(times) > 5000
-    assert np.all(np.diff(times) >= 0)
-    assert times[-1] < 5000.0
+def test_every_shipped_trace_loads_and_names_its_source_and_licence():
+    for name in TRACES:
+        times = load_trace(name, duration_s=5.0)
+        assert len(times) > 5000, name
+        assert np.all(np.diff(times) >= 0), name
+        assert times[-1] < 5000.0, name
+    for name in ("maf", "azure_llm", "servegen"):
+        [path] = (files("subnetact") / "data" / "traces").glob(f"{name}*.json")
+        notes = json.loads(path.read_text(encoding="utf-8"))
+        assert notes["license"]["redistribution_with_attribution"]
+        assert notes["attribution"]
+        assert all(len(values) > 100 for values in trace_series(name).values())
 
 
-@pytest.mark.parametrize("name", ["maf", "azure_llm", "servegen"])
-def test_shipped_data_name_their_source_and_licence(name):
-    [path] = (files("subnetact") / "data" / "traces").glob(f"{name}*.json")
-    notes = json.loads(path.read_text(encoding="utf-8"))
-    assert notes["license"]["redistribution_with_attribution"]
-    assert notes["attribution"]
-    assert all(len(values) > 100 for values in trace_series(name).values())
-
-
-def test_the_maf_trace_has_the_rate_the_paper_quotes():
-    times = load_trace("maf")
+def test_the_maf_trace_and_the_shipped_profile_are_the_published_ones():
+    times, table = load_trace("maf"), superserve_a40()
     assert len(times) / 120 == pytest.approx(6390, rel=0.005)
     assert np.histogram(times, np.arange(0, 120_001, 1000))[0].max() < 8750 * 1.05
-
-
-def test_the_shipped_profile_is_the_published_one():
-    table = superserve_a40()
-    assert table.latency_ms.shape == (6, 5)
-    assert table.accuracy[0] == 73.822
-    assert table.latency_ms[0, 4] == 6.26507
+    assert (table.latency_ms.shape, table.accuracy[0], table.latency_ms[0, 4]) == ((6, 5), 73.822, 6.26507)
     assert table.latency_ms[5, 1] < table.latency_ms[4, 1]
     assert superserve_a40([1, 32]).batch_sizes == (1, 32)
 
