@@ -32,27 +32,14 @@ def test_a_floor_that_no_batch_reaches_in_time_is_refused(slo_ms, floor):
         input_ms_at_floor(TABLE, slo_ms, floor)
 
 
-@pytest.mark.parametrize(
-    ("loads", "found"),
-    [
-        ({}, 2),
-        ({"a": 0.0, "b": 0.0}, 1),
-        ({"a": 0.2, "b": 0.3}, 1),
-        ({"a": 0.7, "b": 0.7}, 2),
-        ({"a": 0.7, "b": 0.71}, 3),
-        ({"a": 3.0, "b": 0.0}, 5),
-    ],
-)
-def test_no_replica_gets_more_than_seven_tenths_of_what_it_can(loads, found):
-    context = SimpleNamespace(target_num_replicas=2, aggregated_metrics={"load": loads})
-    assert replicas_needed(context) == (found, {})
-    context.aggregated_metrics = None
+def test_no_replica_gets_more_than_seven_tenths_of_what_it_can_and_none_comes_and_goes():
+    context, running = SimpleNamespace(target_num_replicas=2, aggregated_metrics=None), []
     assert replicas_needed(context) == (2, {})
-
-
-def test_a_load_around_the_limit_does_not_let_a_replica_come_and_go():
-    running = []
-    context = SimpleNamespace(target_num_replicas=1, aggregated_metrics=None)
+    loads = {(): 2, (0.0, 0.0): 1, (0.2, 0.3): 1, (0.7, 0.7): 2, (0.7, 0.71): 3, (3.0, 0.0): 5}
+    for load, found in loads.items():
+        context.aggregated_metrics = {"load": dict(enumerate(load))}
+        assert replicas_needed(context) == (found, {})
+    context.target_num_replicas = 1
     for load in (0.68, 0.72, 0.66, 0.72, 0.55, 0.51, 0.49):
         context.aggregated_metrics = {"load": {"all": load}}
         context.target_num_replicas, _ = replicas_needed(context)

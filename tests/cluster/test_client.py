@@ -36,25 +36,20 @@ class Full(Exception):
 
 
 class Replicas:
-    """Answers with the next of several outcomes: a reply, an exception, or an event or a time to wait for.
-
-    After the latter comes the next outcome. The time, in s, passes on the clock of the test.
-    """
+    """Answers with the next of several outcomes: a reply, an exception, or what to wait for."""
 
     def __init__(self, *outcomes, clock=None):
-        self.outcomes = list(outcomes)
-        self.calls = []
-        self.clock = clock
+        self.outcomes, self.calls, self.clock = iter(outcomes), [], clock
 
     async def __call__(self, **request):
         self.calls.append(request)
-        outcome = self.outcomes.pop(0) if self.outcomes else None
-        if isinstance(outcome, float | threading.Event):
-            if isinstance(outcome, float):
-                self.clock.now += outcome
-            else:
-                await asyncio.to_thread(outcome.wait, 60)
-            outcome = self.outcomes.pop(0) if self.outcomes else None
+        outcome = next(self.outcomes, None)
+        if isinstance(outcome, float):
+            self.clock.now += outcome  # of the test
+            outcome = next(self.outcomes, None)
+        if isinstance(outcome, threading.Event):
+            await asyncio.to_thread(outcome.wait, 60)
+            outcome = None
         if isinstance(outcome, BaseException) and not isinstance(outcome, RequestError):
             raise outcome
         return outcome or [ANSWER._replace(output=x + 1) for x in request["xs"]]
@@ -158,31 +153,28 @@ def test_a_replica_that_never_answers_does_not_hold_the_request(monkeypatch):
 
 
 def test_requests_beyond_the_limit_are_refused_at_the_door():
-    go = threading.Event()
+    def check(x):
+        if x.sum():
+            raise InvalidRequest("too long")
 
-    async def several(client):
+    async def several():
         tasks = [asyncio.ensure_future(client.infer_rows([torch.zeros(2)] * 2, LONG_MS)) for _ in range(3)]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # the one that is refused
         go.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
+    go = threading.Event()
     replicas = Replicas(go, go)
-    client = client_of(replicas, max_per_replica=2, replicas=lambda: (2, 2))
-    found = asyncio.run(several(client))
+    client = client_of(replicas, check=check, max_per_replica=2, replicas=lambda: (2, 2))
+    with pytest.raises(InvalidRequest):
+        asyncio.run(client.infer_rows([torch.ones(2)], LONG_MS))
+    found = asyncio.run(several())
     assert sorted(type(one).__name__ for one in found) == ["QueueFull", "list", "list"]
     assert client.stats().full == 2
-    assert len(replicas.calls) == 2
-
-
-def test_inputs_are_checked_before_they_are_sent():
-    def check(x):
-        raise InvalidRequest("too long")
-
-    replicas = Replicas()
-    client = client_of(replicas, check=check)
-    with pytest.raises(InvalidRequest):
+    client.close()
+    with pytest.raises(BatcherClosed):
         ask(client)
-    assert not replicas.calls
+    assert len(replicas.calls) == 2
 
 
 def test_a_request_that_is_cancelled_is_counted():
@@ -198,10 +190,3 @@ def test_a_request_that_is_cancelled_is_counted():
     client = client_of(Replicas(never))
     asyncio.run(leave(client))
     assert ended(client) == {"cancelled": 1}
-
-
-def test_a_closed_client_refuses_requests():
-    client = client_of(Replicas())
-    client.close()
-    with pytest.raises(BatcherClosed):
-        ask(client)

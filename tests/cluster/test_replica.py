@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import shutil
 from dataclasses import replace
@@ -102,8 +103,7 @@ def test_trees_of_tensors_travel_as_arrays():
 
 def test_a_replica_refuses_a_bundle_that_was_replaced(source, tmp_path):
     """A replica that starts later, after a crash for example, must not serve other weights."""
-    bundle = tmp_path / "bundle"
-    shutil.copytree(source.bundle, bundle)
+    bundle = shutil.copytree(source.bundle, tmp_path / "bundle")
     pinned = replace(source, bundle=str(bundle)).pinned()
     EngineReplica(pinned).close()
     engine = pinned.engine()
@@ -118,22 +118,17 @@ def test_a_replica_refuses_a_bundle_that_was_replaced(source, tmp_path):
 
 def test_weights_that_are_written_over_end_the_replica(source, tmp_path):
     """Saving the bundle again makes new files, which do not matter; writing into its files does."""
-    bundle = tmp_path / "digits"
-    shutil.copytree(source.bundle, bundle)
-    replica = EngineReplica(replace(source, bundle=str(bundle)))
-    try:
-        expected = replica.engine(IMAGES, subnet=1)
-        replica.engine.save(bundle)
-        replica.check_health()
-        assert torch.equal(replica.engine(IMAGES, subnet=1), expected)
-    finally:
-        replica.close()
-    replica = EngineReplica(replace(source, bundle=str(bundle)))
-    try:
-        with (bundle / "model.safetensors").open("r+b") as file:
-            file.seek(-4, 2)
-            file.write(b"half")
-        with pytest.raises(FileFormatError, match="written over"):
-            replica.check_health()
-    finally:
-        replica.close()
+    bundle = shutil.copytree(source.bundle, tmp_path / "digits")
+    for again in (True, False):
+        with contextlib.closing(EngineReplica(replace(source, bundle=str(bundle)))) as replica:
+            expected = replica.engine(IMAGES, subnet=1)
+            if again:
+                replica.engine.save(bundle)
+                replica.check_health()
+                assert torch.equal(replica.engine(IMAGES, subnet=1), expected)
+                continue
+            with (bundle / "model.safetensors").open("r+b") as file:
+                file.seek(-4, 2)
+                file.write(b"half")
+            with pytest.raises(FileFormatError, match="written over"):
+                replica.check_health()

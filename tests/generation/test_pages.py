@@ -73,13 +73,6 @@ def supernet() -> Supernet:
     return kind_of("qwen3")
 
 
-@pytest.fixture(scope="module")
-def several_kinds() -> Supernet:
-    """Return an elastic Gemma 3 whose last layer attends to everything."""
-    types = [*TYPES[:4], "full_attention"]
-    return decoder("Gemma3TextConfig", num_hidden_layers=5, sliding_window=4, layer_types=types)
-
-
 def changed(supernet: Supernet, **changes: tuple[int, int]) -> SubnetSpec:
     """Return the largest subnet with other choices: axis=(slot, choice)."""
     values = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in supernet.space.axes}
@@ -175,10 +168,10 @@ def test_views_refuse_the_pages_of_others(supernet: Supernet, change: dict[str, 
 
 
 def test_pages_belong_to_one_supernet(supernet: Supernet) -> None:
-    other = kind_of("gemma3")
-    with generator_of(supernet, [supernet.space.largest()]) as generator:
+    other, largest = kind_of("gemma3"), supernet.space.largest()
+    with generator_of(supernet, [largest]) as generator:
         pages = generator._loop.batch_processor.cache
-        switch(supernet, pages, supernet.space.largest())
+        switch(supernet, pages, largest)
         with pytest.raises(CacheMismatch, match="give the subnets of every supernet a cache of their own"):
             switch(other, pages, other.space.largest(), allow_approximate=True)
 
@@ -192,73 +185,57 @@ def test_a_phase_of_an_incompatible_subnet_answers_as_that_subnet_from_the_begin
     with pytest.raises(CacheMismatch, match="allow_recompute=True"):
         Generator(supernet, specs, measured, token_ms=1e6)
     with Generator(supernet, specs, measured, token_ms=1e6, allow_recompute=True) as generator:
-        given = [[3, 5 + i, 7, 9] for i in range(6)]
         running = []
-        for i, prompt in enumerate(given):
-            orders = [(i % 3, (i + 1) % 3)] if i < 5 else []
-            for first, second in orders:
-                phases = [Phase(tokens=4, subnets=first), Phase(subnets=specs[second])]
-                running.append(
-                    (prompt, first, second, generator.submit(prompt, max_new_tokens=9, phases=phases))
-                )
-        plain = generator.submit(given[5], max_new_tokens=5)
-        for prompt, first, second, completion in running:
+        for i in range(5):
+            prompt, first, second = [3, 5 + i, 7, 9], i % 3, (i + 1) % 3
+            phases = [Phase(tokens=4, subnets=first), Phase(subnets=specs[second])]
+            completion = generator.submit(prompt, max_new_tokens=9, phases=phases)
+            running.append((prompt, (first,) * 4 + (second,) * 5, completion))
+        plain = generator.submit([3, 10, 7, 9], max_new_tokens=5)
+        for prompt, subnets, completion in running:
             answer = completion.result(60)
-            assert answer.subnets == (first,) * 4 + (second,) * 5
-            assert answer.cache == "exact"
-            so_far = list(prompt)
-            for subnet, token in zip(answer.subnets, answer.tokens, strict=True):
-                with torch.inference_mode():
-                    logits = supernet.subnet(specs[subnet])(torch.tensor([so_far]), use_cache=False).logits
-                assert token == int(logits[0, -1].argmax()), (first, second)
-                so_far.append(token)
+            assert (answer.subnets, answer.cache) == (subnets, "exact")
+            assert list(answer.tokens) == from_scratch(supernet, specs, prompt, subnets)
         assert plain.result(60).subnets == (2,) * 5, "without phases: subnets of one cache"
         assert generator.stats().recomputed == 5
-        with pytest.raises(InvalidRequest, match=r"phases\[1\]: its subnets cannot continue on the cache"):
-            generator.submit([3], max_new_tokens=4, phases=[(None, 0, 2), (None, 2, None, False)])
-        with pytest.raises(InvalidRequest, match=r"phases\[0\]\.subnets: they cannot continue"):
-            generator.submit([3], max_new_tokens=4, phases=[Phase(subnets=[0, 2])])
+        several: Any = [(None, 0, 2), (None, 2, None, False)], [Phase(subnets=[0, 2])]
+        words = r"phases\[1\]: its subnets cannot continue on the cache", r"phases\[0\]\.subnets: they cannot"
+        for phases, match in zip(several, words, strict=True):
+            with pytest.raises(InvalidRequest, match=match):
+                generator.submit([3], max_new_tokens=4, phases=phases)
 
 
 def test_a_sequence_that_was_pushed_out_goes_on_when_all_others_are_cancelled(
     supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with generator_of(supernet, [supernet.space.largest()], cache_tokens=64) as generator:
-        gate = Gate(generator, monkeypatch)
+        gate, steps = Gate(generator, monkeypatch), 1
         asked = [generator.submit([3] * 12, max_new_tokens=30, **LONG) for _ in range(3)]
         processor: Any = generator._loop.batch_processor
-        scheduler = processor.scheduler
-        steps = 1
         gate.wait(steps)
-        while not scheduler.block_new_requests:
+        while not processor.scheduler.block_new_requests:
             gate.free.release()
             steps += 1
             gate.wait(steps)
-        active = len(scheduler.active_requests)
+        active = len(processor.scheduler.active_requests)
         assert active < 3
         for one in sorted(asked, key=lambda one: -len(one.tokens()))[:active]:
             one.cancel()
         gate.free.release(1000)
-        try:
-            ends = sorted(one.result(60).finish for one in asked)
-        finally:
-            generator.close(drain=False)
+        ends = sorted(one.result(60).finish for one in asked)
         assert ends == ["cancelled"] * active + ["length"] * (3 - active)
 
 
-@pytest.mark.parametrize("cache_tokens", [1, 40, 64])
-def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attention(
-    several_kinds: Supernet, cache_tokens: int
-) -> None:
-    specs = [several_kinds.space.largest()]
-    table = step_table([specs[0].key], (40.0,))
-    settings: Any = {"token_ms": 50.0, "cache_tokens": cache_tokens}
-    if cache_tokens == 1:
-        with pytest.raises(PolicyError, match="cache_tokens: 1 tokens are too few"):
-            Generator(several_kinds, specs, table, **settings)
-        return
-    with Generator(several_kinds, specs, table, **settings) as generator:
-        longest = [3] * (generator.max_length - 5)
-        running = [generator.submit(longest, max_new_tokens=5, **LONG) for _ in range(3)]
-        assert [len(one.result(60).tokens) for one in running] == [5, 5, 5]
-        assert generator.stats().failed == 0
+def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attention() -> None:
+    """The last layer of this Gemma 3 attends to everything."""
+    types = [*TYPES[:4], "full_attention"]
+    several = decoder("Gemma3TextConfig", num_hidden_layers=5, sliding_window=4, layer_types=types)
+    specs = [several.space.largest()]
+    with pytest.raises(PolicyError, match="cache_tokens: 1 tokens are too few"):
+        generator_of(several, specs, cache_tokens=1)
+    for cache_tokens in (40, 64):
+        with generator_of(several, specs, cache_tokens=cache_tokens) as generator:
+            longest = [3] * (generator.max_length - 5)
+            running = [generator.submit(longest, max_new_tokens=5, **LONG) for _ in range(3)]
+            assert [len(one.result(60).tokens) for one in running] == [5, 5, 5]
+            assert generator.stats().failed == 0

@@ -64,23 +64,19 @@ def test_faster_machines_serve_more_in_time() -> None:
     assert shares[0] > shares[-1]
 
 
-def test_an_empty_trace_asks_for_nothing() -> None:
-    assert simulate_generation([], step_table(), token_ms=6.0).attainment == 1.0
-
-
-@pytest.mark.parametrize("change", [{"tokens": 0}, {"answer": 0}])
-def test_requests_without_tokens_are_refused(change: dict[str, int]) -> None:
-    facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES} | change
-    with pytest.raises(TraceError, match=r"a prompt has (tokens|answer): 0 must be a whole number"):
-        simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
-
-
-@pytest.mark.parametrize("name", ["arrival_ms", "min_accuracy"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e16, "soon", None])
-def test_times_and_accuracies_out_of_range_are_refused(name: str, value: Any) -> None:
-    facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES, name: value}
-    with pytest.raises(TraceError, match=f"{name}: .* must be a number from"):
-        simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
+def test_what_cannot_be_simulated_is_refused() -> None:
+    wrong = [("tokens", 0, "a prompt has tokens: 0 must be"), ("answer", 0, "a prompt has answer: 0 must be")]
+    for name in ("arrival_ms", "min_accuracy"):
+        values = (float("nan"), float("inf"), -1e16, "soon", None)
+        wrong += [(name, value, f"{name}: .* must be a number from") for value in values]
+    facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES}
+    for name, value, words in wrong:
+        with pytest.raises(TraceError, match=words):
+            simulate_generation([Prompt(**{**facts, name: value})], step_table(), token_ms=6.0)
+    for name, value in {"token_ms": -1.0, "max_sequences": 0, "step_tokens": 0, "expired": "?"}.items():
+        with pytest.raises(PolicyError):
+            simulate_generation([], step_table(), **{"token_ms": 6.0, name: value})
+    assert simulate_generation([], step_table(), token_ms=6.0).attainment == 1.0, "nothing is asked for"
 
 
 def test_a_minimum_accuracy_is_met_or_refused() -> None:
@@ -90,28 +86,18 @@ def test_a_minimum_accuracy_is_met_or_refused() -> None:
         simulate_generation([Prompt(0.0, 3, 3, DEADLINES, 60.0)], step_table(), token_ms=6.0)
 
 
-@pytest.mark.parametrize(
-    "change", [{"token_ms": -1.0}, {"max_sequences": 0}, {"step_tokens": 0}, {"expired": "?"}]
-)
-def test_arguments_out_of_range_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError):
-        simulate_generation([], step_table(), **({"token_ms": 6.0} | change))
-
-
 def test_under_load_thinking_is_shorter_and_the_answers_are_as_long() -> None:
-    thinks = [Phase(end=1, tokens=64), Phase()]
-    due = TokenDeadlines.total(600.0, 72, 6.0)
+    thinks, due = [Phase(end=1, tokens=64), Phase()], TokenDeadlines.total(600.0, 72, 6.0)
     prompts = [Prompt(one.arrival_ms, 8, 72, due, phases=thinks) for one in trace(0, (0.02, 0.3, 0.02))]
-    budgets = {4: 0.5, 16: 0.8, 64: 1.0}
-    table = step_table(KEYS[:1], ACCURACY[:1])
-    fixed = [simulate_generation(prompts, table, token_ms=6.0, thinking={b: budgets[b]}) for b in budgets]
-    chosen = simulate_generation(prompts, table, token_ms=6.0, thinking=budgets)
-    assert fixed[2].dropped > fixed[1].dropped > fixed[0].dropped, (
-        "the load is more than long thoughts permit"
-    )
-    assert fixed[1].dropped > chosen.dropped, (
-        "each budget alone drops requests in the burst, or wastes the lulls"
-    )
+    budgets, table = {4: 0.5, 16: 0.8, 64: 1.0}, step_table(KEYS[:1], ACCURACY[:1])
+
+    def run(prompts: list[Prompt], **options: Any) -> Any:
+        return simulate_generation(prompts, table, token_ms=6.0, **options)
+
+    fixed = [run(prompts, thinking={b: budgets[b]}).dropped for b in budgets]
+    assert fixed[2] > fixed[1] > fixed[0], "the load is more than long thoughts permit"
+    chosen = run(prompts, thinking=budgets).dropped
+    assert fixed[1] > chosen, "each budget alone drops requests in the burst, or wastes the lulls"
     calm = [Prompt(0.0, 8, 72, due, phases=thinks)]
-    steps = [simulate_generation(calm, table, token_ms=6.0, thinking={b: 1.0}).steps for b in budgets]
+    steps = [run(calm, thinking={b: 1.0}).steps for b in budgets]
     assert steps == [12, 24, 72], "a budget and 8 tokens of an answer"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,17 +30,8 @@ pytest.importorskip("transformers")
 DATA = Path(subnetact.__file__).parent / "data"
 
 
-def _training() -> Any:
-    path = DATA.parents[1] / "examples" / "train_text_supernet.py"
-    spec = importlib.util.spec_from_file_location("train_text_supernet", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-training = _training()
+EXAMPLES = DATA.parents[1] / "examples"
+training: Any = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "train_text_supernet.py")))
 next_token_quality, read_text, tokens = training.next_token_quality, training.read_text, training.tokens
 
 
@@ -145,16 +137,12 @@ def test_no_text_is_both_trained_on_and_held_out(monkeypatch: pytest.MonkeyPatch
 
 def test_a_view_that_drafts_for_another_changes_no_token() -> None:
     page = Path(__file__).parents[2] / "docs" / "howto" / "language_models.md"
-    (block,) = (
-        one
-        for one in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        if "assistant_model" in one
-    )
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (block,) = (one for one in blocks if "assistant_model" in one)
     names: dict[str, Any] = {"torch": torch}
     exec(compile(block, page.name, "exec"), names)
-    large, prompt, calls = names["large"], names["prompt"], []
-    small = names["small"]
+    small, calls, options = names["small"], list[int](), {"max_new_tokens": 32, "do_sample": False}
     small.register_forward_hook(lambda *_: calls.append(1))
-    drafted = large.generate(prompt, assistant_model=small, max_new_tokens=32, do_sample=False)
+    drafted = names["large"].generate(names["prompt"], assistant_model=small, **options)
     assert calls, "the small view proposed tokens"
     assert torch.equal(drafted, names["drafted"])
