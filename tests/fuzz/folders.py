@@ -51,12 +51,9 @@ ARGUMENTS: dict[str, Any] = {
     **{"config": {"hidden_size": 10**6}, "checkpoint": "../outside/model.safetensors", "block_fn": "eval"},
 }
 FIELDS: dict[str, Any] = {
-    **{
-        "auto_map": {"AutoModel": "evil.py--Evil"},
-        "attn_implementation": "evil/kernel",
-        "_name_or_path": "x",
-    },
-    **{"_attn_implementation": "evil/kernel", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    **{"auto_map": {"AutoModel": "evil.py--Evil"}, "attn_implementation": "evil/kernel"},
+    **{"_name_or_path": "x", "_attn_implementation": "evil/kernel"},
+    **{"quantization_config": {"quant_method": "gptq", "bits": 4}},
     **{"custom_generate": "evil", "use_kernels": True, "architectures": ["os.system"], "num_labels": 10**9},
     **{"torch_dtype": "os.system", "dtype": "float64", "model_type": "evil", "hidden_act": "os.system"},
     **{"transformers_weights": "../outside/model.safetensors", "vocab_size": 10**9, "is_decoder": True},

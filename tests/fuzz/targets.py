@@ -82,25 +82,14 @@ define_missing()
 __all__ = ["TARGETS", "BytesRandom", "Finding", "run"]
 
 WORDS = (
-    "",
-    "-1",
-    "0",
-    "1",
-    "2",
-    "nan",
-    "inf",
-    "1e400",
-    "9" * 30,
-    "x",
-    "../x",
-    "/dev/zero",
-    "all",
-    "random:2",
+    *("", "-1", "0", "1", "2", "nan", "inf", "1e400", "9" * 30, "x", "../x", "/dev/zero"),
+    *("all", "random:2"),
 )
 TABLE = LatencyTable(
     ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
     {"device": "cpu"},
 )  # fmt: skip
+ACCURATE = TABLE.with_accuracy([70.0, 80.0])
 
 
 class BytesRandom(random.Random):
@@ -160,14 +149,8 @@ def seeds() -> Path:
         windows.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
     search_from(place / "search.jsonl")
     Corrections(TABLE).save(place / "corrections.json")
-    header = {
-        "kind": "subnetact.decision_log",
-        "schema": 1,
-        "policy": "Fixed",
-        "workers": 1,
-        "expired": "drop",
-    }
-    header["table"] = TABLE.with_accuracy([70.0, 80.0]).to_json()
+    header = {"kind": "subnetact.decision_log", "schema": 1, "policy": "Fixed", "workers": 1}
+    header |= {"expired": "drop", "table": ACCURATE.to_json()}
     batch = {"t": 0.0, "w": 0, "queued": 1, "slack": 5.0, "s": 0, "b": 1, "ms": 1.0, "met": 1}
     lines = (header, {**batch, "a": [0.0], "d": [9.0]}, {"o": "dropped", "a": [1.0], "d": [9.0], "p": [1]})
     (place / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -306,15 +289,14 @@ def fuzz_traces(source: random.Random, place: Path) -> None:
 
 def fuzz_simulate(source: random.Random, place: Path) -> None:
     """Simulate with hostile arguments."""
-    table = TABLE.with_accuracy([70.0, 80.0])
     arguments: dict[str, Any] = {
         **{"arrivals_ms": [0.0, 1.0, 2.0], "slo_ms": 20.0, "workers": 2, "expired": "drop", "noise": 0.1},
         **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "blocks": 1, "events": ()},
     }
     name = source.choice(list(arguments))
     arguments[name] = source.choice(NASTY)
-    policy = make_policy(source.choice(("hullfit", "slackfit:4", "fixed:0", "maxbatch")), table, 20.0)
-    simulate(table=table, policy=policy, progress=False, **arguments)
+    policy = make_policy(source.choice(("hullfit", "slackfit:4", "fixed:0", "maxbatch")), ACCURATE, 20.0)
+    simulate(table=ACCURATE, policy=policy, progress=False, **arguments)
 
 
 class _Runner:
@@ -330,8 +312,7 @@ class _Runner:
 
 def fuzz_submit(source: random.Random, place: Path) -> None:
     """Submit requests with hostile deadlines, minimum accuracies and priorities."""
-    table = TABLE.with_accuracy([70.0, 80.0])
-    with Batcher(_Runner(), policy=Fixed(table, 0), slo_ms=1e4) as batcher:
+    with Batcher(_Runner(), policy=Fixed(ACCURATE, 0), slo_ms=1e4) as batcher:
         for _ in range(5):
             arguments = {"deadline_ms": 50.0, "min_accuracy": None, "priority": None}
             hostile = (*NASTY, np.float16(20.0), np.float32(20.0), np.int64(3), "20")
@@ -347,21 +328,13 @@ def fuzz_submit(source: random.Random, place: Path) -> None:
 
 def fuzz_description(source: random.Random, place: Path) -> None:
     """Change the description of an inserted model, read it, and insert it."""
-    network = _plain_network()
     document = json.loads(_described())
     bytewise = source.random() < 0.3
     raw = damaged(_described().encode(), source) if bytewise else text(changed(document, source))
     description = subnetact.insertion.Description.from_json(raw)
     str(description)
     x = torch.zeros(2, 3, 8, 8)
-    before = network(x)
-    try:
-        supernet = insert_(network, description, example=x)
-    except SubnetActError:
-        if not torch.equal(network(x), before):
-            raise Finding("the model is not as it was") from None
-        raise
-    torch.testing.assert_close(supernet(x), before)
+    torch.testing.assert_close(_inserted("a description", description, example=x)(x), _plain_network()(x))
 
 
 def _plain_network() -> nn.Module:
@@ -378,29 +351,31 @@ def _described() -> str:
 
 def fuzz_insert(source: random.Random, place: Path) -> None:
     """Insert into a small model with hostile arguments; a refusal leaves the model as it was."""
-    network = _plain_network()
-    x = torch.zeros(2, 3, 8, 8)
     arguments: dict[str, Any] = {
         **{"axes": ("width",), "choices": {"width": (4, 8)}, "only": "3", "fixed": ("0",)},
-        **{"example": (x,)},
+        **{"example": (torch.zeros(2, 3, 8, 8),)},
     }
     name = source.choice(list(arguments))
     nasty = source.choice(NASTY)
     arguments[name] = nasty if source.random() < 0.5 else changed_once(arguments[name], source)
-    arguments.setdefault("example", x)
+    _inserted(f"{name}={arguments[name]!r:.80}", **arguments)
+
+
+def _inserted(what: str, *given: Any, **arguments: Any) -> Supernet:
+    """Insert into a small model, which is as it was if that is refused."""
+    network, x = _plain_network(), torch.zeros(2, 3, 8, 8)
     before, keys = network(x), list(network.state_dict())
     try:
-        insert_(network, **arguments)
+        return insert_(network, *given, **arguments)
     except SubnetActError:
         same = torch.equal(network(x), before) and list(network.state_dict()) == keys
         if not same or any("subnetact" in type(m).__module__ for m in network.modules()):
-            raise Finding(f"the model is not as it was after {name}={arguments[name]!r:.80}") from None
+            raise Finding(f"the model is not as it was after {what}") from None
         raise
 
 
 def _step_table() -> StepTable:
-    table = TABLE.with_accuracy([70.0, 80.0]).select(batch_sizes=[1, 4])
-    plain = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, table.latency_ms)
+    plain = LatencyTable(ACCURATE.subnets, ACCURATE.accuracy, ACCURATE.batch_sizes, ACCURATE.latency_ms)
     return StepTable({32: plain, 128: plain.scaled(1.5)}, plain)
 
 
@@ -515,12 +490,8 @@ def fuzz_http(source: random.Random, place: Path) -> None:
     pixels = [0.5] * 256
     ask = {"input": pixels, "deadline_ms": 5e4, "min_accuracy": 10.0}
     tensor = {"name": "input", "shape": [1, 1, 16, 16], "datatype": "FP32", "data": pixels}
-    infer = {
-        "id": "a",
-        "inputs": [tensor],
-        "outputs": [{"name": "output"}],
-        "parameters": {"deadline_ms": 5e4},
-    }
+    infer = {"id": "a", "inputs": [tensor], "outputs": [{"name": "output"}]}
+    infer |= {"parameters": {"deadline_ms": 5e4}}
     path, good = source.choice((("/infer", ask), ("/v2/models/model/infer", infer)))
     body = text(changed(good, source))
     headers = [(b"content-type", b"application/json")]

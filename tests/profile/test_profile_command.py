@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -62,18 +63,36 @@ def run(tmp_path: Path, *arguments: Any) -> int:
     return main([*QUICK, "--out", str(tmp_path / "t.json"), *map(str, arguments)])
 
 
-def interrupt_after(windows: int, patch: pytest.MonkeyPatch, sent: signal.Signals | None = None) -> None:
-    """Send a signal, or raise KeyboardInterrupt, instead of recording the next window of a sweep."""
-    append, left = Journal.append, iter(range(windows))
+@pytest.fixture
+def refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Require that the command refuses arguments in some words."""
 
-    def interrupted(journal: Journal, record: str, **facts: Any) -> None:
-        if record == "window" and next(left, None) is None:
-            if sent is None:
-                raise KeyboardInterrupt
-            signal.raise_signal(sent)
-        append(journal, record, **facts)
+    def check(words: str, *arguments: Any) -> None:
+        assert run(tmp_path, *arguments) == 2
+        assert words in capsys.readouterr().err
 
-    patch.setattr(Journal, "append", interrupted)
+    return check
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run the command, and interrupt it, or send a signal, instead of recording a window."""
+
+    def run_until(windows: int, *arguments: Any, sent: signal.Signals | None = None) -> None:
+        append, left = Journal.append, iter(range(windows))
+
+        def recorded(journal: Journal, record: str, **facts: Any) -> None:
+            if record == "window" and next(left, None) is None:
+                if sent is None:
+                    raise KeyboardInterrupt
+                signal.raise_signal(sent)
+            append(journal, record, **facts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "append", recorded)
+            assert run(tmp_path, *arguments) == 130
+
+    return run_until
 
 
 def table_in(tmp_path: Path) -> LatencyTable:
@@ -89,78 +108,48 @@ def sign_again(journal: Path) -> None:
     journal.write_text("".join(texts))
 
 
-def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_ends_in_tables_and_a_bundle_whose_names_show_the_front(tmp_path: Path, capsys: Any) -> None:
+    bundle, x = tmp_path / "b", torch.randn(2, 1, 16, 16)
+    sizes = ("--batch-sizes", 1, 4, "--save-bundle", bundle)
     arguments = (
-        "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy",
-        "--fit-subnets", "0", "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
-        "--save-bundle", tmp_path / "bundle",
+        "--subnets", 6, *sizes, "--accuracy", f"{FACTORY}:accuracy", "--fit-subnets", 0,
+        "--remeasure-accuracy", f"{FACTORY}:later_accuracy", "--calibrate-on", f"{FACTORY}:batches",
+        "--quantiles", 50, 75,
     )  # fmt: skip
     assert run(tmp_path, *arguments) == 0
-    printed = capsys.readouterr().out
-    table = table_in(tmp_path)
-    assert len(table.subnets) == 5
-    assert printed.count(" pareto-") + printed.count(" subnet-") == 5
+    table, engine = table_in(tmp_path), Engine.load(bundle)
+    accuracy = import_name(f"{FACTORY}:accuracy")(engine.supernet)
+    assert table.accuracy == pytest.approx([accuracy(spec) - 7.0 for spec in engine.specs])
     assert list(table.accuracy) == sorted(table.accuracy)
-    assert table.stamp["accuracy_source"] == f"{FACTORY}:accuracy"
+    assert table.stamp["accuracy_source"] == f"{FACTORY}:accuracy, then {FACTORY}:later_accuracy"
     assert table.stamp["calibrated_on"] == f"{FACTORY}:batches"
     assert {"mean", "std", "min", "p50", "p75", "stable", "runs"} <= set(table.statistics)
     assert "p99" not in table.statistics
     np.testing.assert_array_equal(table.latency_ms, table.statistics["p50"])
     scheduler = LatencyTable.load(tmp_path / "t.scheduler.json")
     assert scheduler == table.monotone()
-    engine = Engine.load(tmp_path / "bundle")
-    assert engine.keys == table.subnets
-    assert engine.accuracy == table.accuracy
+    assert (engine.keys, engine.accuracy) == (table.subnets, table.accuracy)
     assert engine.tables == {"measured": table, "scheduler": scheduler}
     assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
-    policy = SlackFit(engine.tables["scheduler"], slo_ms=1000)
-    assert simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
-
-
-def test_accuracies_of_the_subnets_found_are_measured_again(tmp_path: Path) -> None:
-    again = f"{FACTORY}:later_accuracy"
-    searched = ("--subnets", 3, "--accuracy", f"{FACTORY}:accuracy", "--fit-subnets", 0, "--batch-sizes", 1)
-    assert run(tmp_path, *searched) == 0
-    first = table_in(tmp_path)
-    assert run(tmp_path, *searched, "--remeasure-accuracy", again, "--out", tmp_path / "again.json") == 0
-    second = LatencyTable.load(tmp_path / "again.json")
-    assert second.subnets == first.subnets
-    assert second.accuracy == pytest.approx([percent - 7.0 for percent in first.accuracy])
-    assert second.stamp["accuracy_source"] == f"{FACTORY}:accuracy, then {again}"
-
-
-def test_a_bundle_has_short_names_that_show_the_front(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle, arguments = tmp_path / "b", ("--batch-sizes", 1, 4, "--save-bundle", tmp_path / "b")
-    searched = ("--subnets", 6, "--accuracy", f"{FACTORY}:accuracy", "--fit-subnets", 0)
-    assert run(tmp_path, *arguments, *searched, "--calibrate-on", f"{FACTORY}:batches") == 0
-    table, engine = table_in(tmp_path), Engine.load(bundle)
-    cells = {
-        name: (*ms, -percent)
-        for name, ms, percent in zip(engine.names, table.latency_ms, table.accuracy, strict=True)
-    }
+    policy = SlackFit(scheduler, slo_ms=1000)
+    assert simulate([0.0, 1.0], scheduler, policy, slo_ms=1000).attainment == 1.0
+    rows = zip(engine.names, table.latency_ms, table.accuracy, strict=True)
+    cells = {name: (*ms, -percent) for name, ms, percent in rows}
     for name, costs in cells.items():
         beaten = any(all(a <= b for a, b in zip(o, costs, strict=True)) for o in cells.values() if o != costs)
         assert name.startswith("subnet-" if beaten else "pareto-")
     for kind in ("pareto", "subnet"):
         ascending = [name for name in sorted(cells, key=cells.__getitem__) if name.startswith(kind)]
         assert ascending == [f"{kind}-{i}" for i in range(len(ascending))]
-    x = torch.randn(2, 1, 16, 16)
     for name, key in zip(engine.names, engine.keys, strict=True):
-        by_name: Any = from_pretrained(bundle, subnet=name)
-        by_key: Any = from_pretrained(bundle, subnet=key)
+        by_name, by_key = (from_pretrained(bundle, subnet=one) for one in (name, key))
         assert torch.equal(by_name(x), by_key(x))
     with pytest.raises(SpecError, match="no subnet is called 'pareto-9'; choose from pareto-0, "):
         from_pretrained(bundle, subnet="pareto-9")
-    assert run(tmp_path, "--bundle", bundle, *arguments) == 0
+    assert run(tmp_path, "--bundle", bundle, *sizes) == 0
     assert Engine.load(bundle).names == engine.names, "names stay when a bundle is profiled again"
     printed = capsys.readouterr().out
     assert all(f"  {name}\n" in printed for name in engine.names)
-    assert run(tmp_path, "--subnets", "random:3", *arguments[:3], "--save-bundle", tmp_path / "r") == 0
-    random_ones: Any = from_pretrained(tmp_path / "r")
-    assert set(random_ones.card.subnets) == {"subnet-0", "subnet-1", "subnet-2"}
-    assert elastic([str(bundle)]) == 0
     assert elastic([str(bundle), "--card"]) == 0
     card = capsys.readouterr().out.splitlines()
     assert card.count("BatchNorm statistics: their own statistics.") == 1
@@ -168,9 +157,33 @@ def test_a_bundle_has_short_names_that_show_the_front(
     assert heading.count("| ms, ") == 1, "the table for schedulers is of the same measurement"
     assert f"| ms, zero-copy, batch size 1, 1 thread, {table.stamp['device_name'] or 'cpu'}, " in heading
     assert heading.endswith(", statistic p50, dtype float32, input_shape [1, 16, 16] |")
+    assert run(tmp_path, "--subnets", "random:3", "--batch-sizes", 1, "--save-bundle", tmp_path / "r") == 0
+    random_ones: Any = from_pretrained(tmp_path / "r")
+    assert set(random_ones.card.subnets) == {"subnet-0", "subnet-1", "subnet-2"}
 
 
-def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
+def test_a_search_measures_before_it_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[TimedRunner] = []
+    prepared = TimedRunner.prepared
+
+    def noted(runner: TimedRunner, subnet: int, batch_size: int) -> AbstractContextManager[Any]:
+        if not runners or runners[-1] is not runner:
+            runners.append(runner)
+        return prepared(runner, subnet, batch_size)
+
+    monkeypatch.setattr(TimedRunner, "prepared", noted)
+    arguments = ("--subnets", 3, "--batch-sizes", 1, 2, "--fit-subnets", 8, "--evaluations", 40)
+    assert run(tmp_path, *arguments, "--accuracy", f"{FACTORY}:accuracy") == 0
+    assert table_in(tmp_path).stamp["measured_before_trusted"] is True
+    fitted, *trusted, profiled = [len(runner.engine.keys) for runner in runners]
+    assert (fitted, profiled) == (8, 3)
+    assert len(trusted) >= 3
+    assert set(trusted) == {1}
+
+
+def test_a_search_without_accuracies_says_so_and_needs_scipy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Any
+) -> None:
     assert run(tmp_path, "--subnets", 4, "--batch-sizes", 1, "--fit-subnets", 8, "--evaluations", 1000) == 0
     table = table_in(tmp_path)
     assert np.isnan(table.accuracy).all()
@@ -181,12 +194,16 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
         "not calibrated: 4 of 4 subnets ran on the supernet's shared BatchNorm statistics; latencies are "
         "valid, accuracies are not"
     )
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    refuses("subnetact[nas]", "--subnets", 8)
+    few = ("--evaluations", 4, "--batch-sizes", 1)
+    assert run(tmp_path, "--subnets", 2, "--fit-subnets", 0, *few) == 0
 
 
-def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, refuses: Any) -> None:
     family = small_supernet("ofa_resnet50")
-    encode = partial(ofa_adapters.encode, family.space, image_size=128)
-    predictor = subnetact.nas.AccuracyPredictor(encode, len(encode(family.space.smallest())))
+    space, encode = family.space, partial(ofa_adapters.encode, family.space, image_size=128)
+    predictor = subnetact.nas.AccuracyPredictor(encode, len(encode(space.smallest())))
     with torch.no_grad():
         predictor.network.base_acc.fill_(0.7)
     torch.save(predictor.network.state_dict(), tmp_path / "predictor.pth")
@@ -197,24 +214,20 @@ def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.Ca
         "--subnets", 3, "--fit-subnets", "0", "--evaluations", 20, "--batch-sizes", 1,
         "--accuracy", tmp_path / "predictor.pth",
     )  # fmt: skip
-    assert run(tmp_path, *arguments, "--input-shape", 3, 96, 96) == 2
-    assert "choose from 128, 144" in capsys.readouterr().err
+    refuses("choose from 128, 144", *arguments, "--input-shape", 3, 96, 96)
     assert run(tmp_path, *arguments, "--input-shape", 3, 128, 128) == 0
     table = table_in(tmp_path)
-    space = family.space
-    specs = {spec.key: spec for spec in (space.smallest(), space.largest())}
     assert table.stamp["accuracy_source"] == "predicted by predictor.pth"
     assert table.stamp["supernet"] == family.fingerprint()
-    for key, percent in zip(table.subnets, table.accuracy, strict=True):
-        if key in specs:
-            assert percent == pytest.approx(predictor(specs[key]))
-    assert not set(specs).isdisjoint(table.subnets)
+    percents = dict(zip(table.subnets, table.accuracy, strict=True))
+    known = [spec for spec in (space.smallest(), space.largest()) if spec.key in percents]
+    assert known
+    assert [percents[spec.key] for spec in known] == pytest.approx(list(map(predictor, known)))
 
 
-def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
-    space = digits.space
+def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, refuses: Any) -> None:
+    space, listed, bundle = digits.space, tmp_path / "subnets.json", ("--bundle", tmp_path / "b")
     chosen = [space.smallest(), space.largest()]
-    listed = tmp_path / "subnets.json"
     listed.write_text(json.dumps([space.format(chosen[0]), chosen[1].to_json()]))
     arguments = ("--model", f"{FACTORY}:supernet", "--input-shape", 1, 16, 16, "--batch-sizes", 2)
     assert run(tmp_path, *arguments, "--subnets", listed, "--accuracy", 50, 60.5,
@@ -223,23 +236,26 @@ def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, cap
     assert table.subnets == tuple(spec.key for spec in chosen)
     assert table.accuracy == (50.0, 60.5)
     assert "latency only" in table.stamp["calibrated_on"]
-    assert run(tmp_path, "--bundle", tmp_path / "b", "--batch-sizes", 1, "--mode", "fused") == 0
+    assert run(tmp_path, *bundle, "--batch-sizes", 1, "--mode", "fused") == 0
     again = table_in(tmp_path)
-    assert again.subnets == table.subnets
-    assert again.accuracy == table.accuracy
-    assert again.batch_sizes == (1,)
-    assert again.stamp["mode"] == "fused"
-    assert again.stamp["supernet"] == table.stamp["supernet"]
-    assert again.stamp["calibrated_on"] == "their own statistics"
-    given = ("--bundle", tmp_path / "b", "--batch-sizes", 1, "--accuracy", 70, 60.5)
-    assert run(tmp_path, *given) == 0
-    capsys.readouterr()
+    assert (again.subnets, again.accuracy, again.batch_sizes) == (table.subnets, table.accuracy, (1,))
+    facts = ("fused", table.stamp["supernet"], "their own statistics")
+    assert tuple(again.stamp[name] for name in ("mode", "supernet", "calibrated_on")) == facts
+    assert run(tmp_path, *bundle, "--batch-sizes", 1, "--accuracy", 70, 60.5) == 0
     assert table_in(tmp_path).accuracy == (70.0, 60.5)
-    assert run(tmp_path, *given[:-1]) == 2
-    assert "1 values for 2 subnets" in capsys.readouterr().err
+    refuses("1 values for 2 subnets", *bundle, "--batch-sizes", 1, "--accuracy", 70)
     listed.write_text(json.dumps({"subnets": []}))
-    assert run(tmp_path, "--subnets", listed) == 2
-    assert "expected a JSON list" in capsys.readouterr().err
+    refuses("expected a JSON list", "--subnets", listed)
+    choices = {"depth": 1, "expand": 0.25, "width": 0.125}
+    listed.write_text(json.dumps([choices, {**choices, "precision": "int8"}]))
+    options = ("--batch-sizes", 1, "--calibrate-on", "random:8", "--save-bundle", tmp_path / "q")
+    quantised = ("--subnets", listed, *options)
+    assert run(tmp_path, *quantised, "--precision", "float32", "int8") == 0
+    assert [key.count("precision=int8") for key in table_in(tmp_path).subnets] == [0, 1]
+    assert [spec.precision for spec in Engine.load(tmp_path / "q").specs] == ["float32", "int8"]
+    lower = ("--bundle", tmp_path / "q", "--precision", "float32", "--batch-sizes", 1)
+    refuses("precision: the supernet has int8, float32", *lower)
+    refuses("precision", *quantised)
 
 
 def test_unstable_cells_fail_a_strict_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +309,6 @@ WRONG: list[tuple[str, str]] = [  # options, of which the last word is not split
     ("--calibrate-on random:0", "at least random:1"),
     ("--subnets random:2 --calibrate-on x.npy", "not readable as an array"),
     ("--out /none/t.json", "folder that exists"),
-    ("--mode graphs", "for cuda"),
     ("--subnets random:2 --accuracy 70 p.pth", "only one of them"),
     ("--accuracy /none.pth", "/none.pth is no file"),
     ("--fit-subnets 3", "0 or at least 8"),
@@ -309,13 +324,10 @@ WRONG: list[tuple[str, str]] = [  # options, of which the last word is not split
     (f"--subnets random:2 --accuracy {FACTORY}:broken", "raised TypeError: broken()"),
     (f"--subnets random:2 --calibrate-on {FACTORY}:broken", "raised KeyError: 'own'"),
     ("--evaluations 1", "--evaluations: 1 must be at least 2"),
-    ("--accuracy 70 80", "function of a subnet"),
     ("--subnets random:2 --accuracy 70", "1 values for 2 subnets"),
-    ("--subnets random:2 --accuracy 70 171", "not a percentage"),
     ("--subnets random:2 --accuracy nowhere:f", "cannot be imported"),
     (f"--model {FACTORY}:supernet", "for example --input-shape 3 224 224"),
     ("--memory-budget-mb nan", "memory_budget_mb: nan must be a number"),
-    ("--memory-budget-mb inf", "memory_budget_mb: inf must be a number"),
     ("--memory-budget-mb -1", "memory_budget_mb: -1.0 must be a number"),
     ("--subnets random:2 --batch-sizes 99999999999", "larger than 65536"),
     ("--subnets random:2 --batch-sizes 0", "batch_sizes["),
@@ -339,98 +351,53 @@ def test_wrong_arguments(
     assert not (tmp_path / "here" / "latency.json").exists()
 
 
-def test_an_unfinished_run_is_not_overwritten(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    arguments = ("--subnets", "random:3", "--batch-sizes", 1)
-    with monkeypatch.context() as patch:
-        interrupt_after(4, patch)
-        assert run(tmp_path, *arguments) == 130
+def test_an_unfinished_run_is_resumed_and_nothing_is_overwritten(
+    tmp_path: Path, refuses: Any, interrupted: Any, digits: Supernet, capsys: Any
+) -> None:
+    listed, space, journal = tmp_path / "s.json", digits.space, tmp_path / "t.json.work" / "journal.jsonl"
+    listed.write_text(json.dumps([space.format(space.smallest())]))
+    arguments = ("--subnets", listed, "--batch-sizes", 1, 2, 4)
+    interrupted(4, *arguments)
     assert "--resume continues" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
-    assert run(tmp_path, *arguments) == 2
-    refused = capsys.readouterr().err
-    assert "5 records of an earlier run; resume it" in refused
-    assert f"or remove the folder {tmp_path / 't.json.work'}" in refused
-    assert run(tmp_path, *arguments, "--resume", "--min-time-ms", 4) == 2
-    assert "min_time_ms was 3.0, is 4.0" in capsys.readouterr().err
-    assert run(tmp_path, *arguments, "--resume", "--seed", 1) == 2
-    assert "request.seed was 0, is 1" in capsys.readouterr().err
+    refuses("5 records of an earlier run; resume it", *arguments)
+    refuses(f"or remove the folder {journal.parent}", *arguments)
+    refuses("min_time_ms was 3.0, is 4.0", *arguments, "--resume", "--min-time-ms", 4)
+    refuses("request.seed was 0, is 1", *arguments, "--resume", "--seed", 1)
     assert run(tmp_path, *arguments, "--resume") == 0
-    assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
-    assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
-
-
-def test_statistics_of_an_evaluation_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--subnets", 3, "--fit-subnets", "0", "--evaluations", 8, "--batch-sizes", 1,
-                 "--accuracy", f"{FACTORY}:calibrated_accuracy")  # fmt: skip
-    (tmp_path / "whole").mkdir()
-    assert run(tmp_path / "whole", *arguments, "--save-bundle", tmp_path / "whole" / "bundle") == 0
-    (tmp_path / "cut").mkdir()
-    bundle = ("--save-bundle", tmp_path / "cut" / "bundle")
-    with monkeypatch.context() as patch:
-        interrupt_after(0, patch)
-        assert run(tmp_path / "cut", *arguments, *bundle) == 130
-    assert run(tmp_path / "cut", *arguments, *bundle, "--resume") == 0
-    whole, cut = (Engine.load(tmp_path / name / "bundle") for name in ("whole", "cut"))
-    for engine in (whole, cut):
-        assert set(engine.supernet.norms) == set(engine.specs)
-        assert engine.tables["measured"].stamp["calibrated_on"] == "their own statistics"
-    for spec in whole.specs:
-        statistics = [engine.supernet.norms.get(spec) for engine in (whole, cut)]
-        assert statistics[0] is not None
-        assert statistics[1] is not None
-        assert torch.equal(statistics[0].flat, statistics[1].flat)
-
-
-def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: Any) -> None:
-    model, bundle = ("--model", f"{FACTORY}:own_network"), tmp_path / "bundle"
-    first = ("--subnets", "all", "--input-shape", 4, "--batch-sizes", 1, "--save-bundle", bundle)
-    assert run(tmp_path, *model, *first) == 0
-    assert f"Engine.load({str(bundle)!r}, supernet=yours)" in capsys.readouterr().out
-    first = table_in(tmp_path)
-    assert run(tmp_path, "--bundle", bundle, "--batch-sizes", 1) == 2
-    (tmp_path / "again").mkdir()
-    assert run(tmp_path / "again", *model, "--bundle", bundle, "--batch-sizes", 1, 2) == 0
-    again = table_in(tmp_path / "again")
-    assert first.subnets == again.subnets
-    assert first.stamp["supernet"] == again.stamp["supernet"]
-
-
-def test_a_search_measures_before_it_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runners: list[TimedRunner] = []
-    prepared = TimedRunner.prepared
-
-    def noted(runner: TimedRunner, subnet: int, batch_size: int) -> AbstractContextManager[Any]:
-        if not runners or runners[-1] is not runner:
-            runners.append(runner)
-        return prepared(runner, subnet, batch_size)
-
-    monkeypatch.setattr(TimedRunner, "prepared", noted)
-    arguments = ("--subnets", 3, "--batch-sizes", 1, 2, "--fit-subnets", 8, "--evaluations", 40)
-    assert run(tmp_path, *arguments, "--accuracy", f"{FACTORY}:accuracy") == 0
     table = table_in(tmp_path)
-    assert table.stamp["measured_before_trusted"] is True
-    fitted, *trusted, profiled = [len(runner.engine.keys) for runner in runners]
-    assert (fitted, profiled) == (8, 3)
-    assert len(trusted) >= 3
-    assert set(trusted) == {1}
-
-
-def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
-    listed, space = tmp_path / "s.json", digits.space
-    listed.write_text(json.dumps([space.format(space.smallest())]))
-    arguments = ("--subnets", listed, "--batch-sizes", 1)
-    assert run(tmp_path, *arguments) == 0
-    measured = table_in(tmp_path).stamp["measured"]
-    journal = tmp_path / "t.json.work" / "journal.jsonl"
-    journal.write_text(journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"'))
-    assert run(tmp_path, *arguments, "--resume") == 2
-    assert "changed since it was written" in capsys.readouterr().err
+    assert table.statistics["windows"].tolist() == [[3.0] * 3]
+    journal.write_text(journal.read_text().replace(f'"at": "{table.stamp["measured"]}"', '"at": "long ago"'))
+    refuses("changed since it was written", *arguments, "--resume")
     sign_again(journal)
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).stamp["measured"] == "long ago"
     listed.write_text(json.dumps([space.format(space.largest())]))
-    assert run(tmp_path, *arguments, "--resume") == 2
-    assert "sha256" in capsys.readouterr().err
+    refuses("sha256", *arguments, "--resume")
+    assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    command = [*QUICK, *map(str, arguments), "--out", str(tmp_path / "t.json")]
+    for others in (["--seed", "5"], ["--batch-sizes", "1"]):
+        assert main([*command, *others]) == 2
+        assert "choose another --out, or continue with --resume" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
+    (tmp_path / "t.json").write_text("a thesis")
+    assert main(command) == 2
+    assert main([*command, "--out", str(tmp_path / "five.json")]) == 0
+
+
+def test_statistics_of_an_evaluation_survive(tmp_path: Path, interrupted: Any) -> None:
+    arguments = ("--subnets", 3, "--fit-subnets", "0", "--evaluations", 8, "--batch-sizes", 1,
+                 "--accuracy", f"{FACTORY}:calibrated_accuracy", "--save-bundle")  # fmt: skip
+    assert run(tmp_path, *arguments, tmp_path / "whole") == 0
+    interrupted(0, *arguments, tmp_path / "cut")
+    assert run(tmp_path, *arguments, tmp_path / "cut", "--resume") == 0
+    engines = [Engine.load(tmp_path / name) for name in ("whole", "cut")]
+    for engine in engines:
+        assert set(engine.supernet.norms) == set(engine.specs)
+        assert engine.tables["measured"].stamp["calibrated_on"] == "their own statistics"
+    for spec in engines[0].specs:
+        assert torch.equal(*(engine.supernet.norms.rows[spec].flat for engine in engines))
 
 
 def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
@@ -462,33 +429,39 @@ def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path) -> None:
+def test_sources_keep_dtypes_and_inputs_and_own_networks_are_given_again(
+    digits: Supernet, tmp_path: Path, refuses: Any, capsys: Any
+) -> None:
     example = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
     digits.double()
-    specs = [digits.space.smallest()]
-    Engine(digits, specs, example=example, allow_uncalibrated=True).save(tmp_path / "b")
+    Engine(digits, [digits.space.smallest()], example=example, allow_uncalibrated=True).save(tmp_path / "b")
     kept = load_source(bundle=str(tmp_path / "b"))
     assert (kept.sample.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
     cast = load_source(bundle=str(tmp_path / "b"), dtype="bfloat16")
     assert cast.sample.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
-
-
-def test_a_network_of_two_inputs_is_left_to_the_api(tmp_path: Path) -> None:
-    supernet = import_name(f"{FACTORY}:two_inputs")()
-    example = (torch.ones(1, 4), torch.zeros(1, 4))
-    Engine(supernet, [supernet.space.smallest()], example=example).save(tmp_path / "pair")
+    pair = import_name(f"{FACTORY}:two_inputs")()
+    inputs = (torch.ones(1, 4), torch.zeros(1, 4))
+    Engine(pair, [pair.space.smallest()], example=inputs).save(tmp_path / "pair")
     with pytest.raises(SpecError, match=r"its input is a tuple.*subnetact\.profile_latency"):
         load_source(model=f"{FACTORY}:two_inputs", bundle=str(tmp_path / "pair"))
-
-
-def test_a_search_needs_scipy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert run(tmp_path, "--subnets", 8) == 2
-    assert "subnetact[nas]" in capsys.readouterr().err
-    few = ("--evaluations", 4, "--batch-sizes", 1)
-    assert run(tmp_path, "--subnets", 2, "--fit-subnets", 0, *few) == 0
+    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
+    constructor = {**sizes, "vocab_size": 30}
+    tokens = load_source(family="dynabert", constructor=constructor).sample
+    assert (tokens.shape, tokens.dtype) == ((128,), torch.int64)
+    model, bundle = ("--model", f"{FACTORY}:own_network"), tmp_path / "own"
+    options = ("--subnets", "all", "--input-shape", 4, "--batch-sizes", 1, "--save-bundle", bundle)
+    assert run(tmp_path, *model, *options) == 0
+    assert f"Engine.load({str(bundle)!r}, supernet=yours)" in capsys.readouterr().out
+    first = table_in(tmp_path)
+    refuses("", "--bundle", bundle, "--batch-sizes", 1)
+    (tmp_path / "again").mkdir()
+    assert run(tmp_path / "again", *model, "--bundle", bundle, "--batch-sizes", 1, 2) == 0
+    again = table_in(tmp_path / "again")
+    assert first.subnets == again.subnets
+    assert first.stamp["supernet"] == again.stamp["supernet"]
+    chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
+    words = "see --input-shape and --input-dtype"
+    refuses(words, *chosen, "--input-dtype", "float32", "--input-shape", "3")
 
 
 def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,17 +498,11 @@ while sys.stdin.readline():
 """
 
 
-def exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def lines_of(journal: Path) -> int:
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
-def test_killed_anywhere_it_ends_with_the_same_bundle(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_anywhere_it_ends_with_the_same_bundle(tmp_path: Path, capsys: Any) -> None:
     assert main(options_for(tmp_path / "whole")) == 0
     folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
     rng, kills = random.Random(0), 0
@@ -545,13 +512,10 @@ def test_killed_anywhere_it_ends_with_the_same_bundle(
         assert forks.stdin is not None
         assert forks.stdout is not None
         for _ in range(2):
-            lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
-            more = rng.randint(1, 8)
+            enough = lines_of(journal) + rng.randint(1, 8)
             print(file=forks.stdin, flush=True)
             process = int(forks.stdout.readline())
-            while exists(process) and (
-                not journal.exists() or journal.read_bytes().count(b"\n") < lines + more
-            ):
+            while Path(f"/proc/{process}/exe").exists() and lines_of(journal) < enough:
                 time.sleep(0.001)
             kept = journal.read_bytes()
             with suppress(ProcessLookupError):
@@ -563,26 +527,23 @@ def test_killed_anywhere_it_ends_with_the_same_bundle(
     capsys.readouterr()
     assert main(options_for(folder, "--resume")) == 0
     assert "profiling" not in capsys.readouterr().err  # progress bars stay out of log files
-    tables = [LatencyTable.load(one / "t.json") for one in (tmp_path / "whole", folder)]
-    assert tables[0].subnets == tables[1].subnets
-    assert tables[0].batch_sizes == tables[1].batch_sizes
-    assert tables[0].statistics["windows"].tolist() == tables[1].statistics["windows"].tolist()
-    for key in set(tables[0].stamp) - {"measured", "command", "load_average", "clock_mhz"}:
-        assert tables[0].stamp[key] == tables[1].stamp[key]
+    folders = (tmp_path / "whole", folder)
+    tables, engines = map(table_in, folders), [Engine.load(one / "bundle") for one in folders]
+    first, last = tables
+    assert (first.subnets, first.batch_sizes) == (last.subnets, last.batch_sizes)
+    assert first.statistics["windows"].tolist() == last.statistics["windows"].tolist()
+    for key in set(first.stamp) - {"measured", "command", "load_average", "clock_mhz"}:
+        assert first.stamp[key] == last.stamp[key]
     for name in ("model.safetensors", "norms.safetensors"):
-        tensors = [load_file(one / "bundle" / name) for one in (tmp_path / "whole", folder)]
+        tensors = [load_file(one / "bundle" / name) for one in folders]
         assert tensors[0].keys() == tensors[1].keys()
         assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
-    engines = [Engine.load(one / "bundle") for one in (tmp_path / "whole", folder)]
     assert engines[0].specs == engines[1].specs
-    assert engines[1].tables["measured"] == tables[1]
+    assert engines[1].tables["measured"] == last
 
 
-def test_a_terminated_run_leaves_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt_after(1, monkeypatch, signal.SIGTERM)
-    assert main(options_for(tmp_path)) == 130
+def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path, capsys: Any, interrupted: Any) -> None:
+    interrupted(1, "--subnets", "random:2", "--batch-sizes", 1, sent=signal.SIGTERM)
     errors = capsys.readouterr().err
     assert "interrupted" in errors
     assert "Traceback" not in errors
@@ -617,33 +578,6 @@ def test_help_is_grouped_explains_every_option_and_shows_defaults(capsys: pytest
         assert words in printed
     assert "(default: None)" not in printed
     assert "(default: ())" not in printed
-
-
-def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
-    constructor = {**sizes, "vocab_size": 30}
-    source = load_source(family="dynabert", constructor=constructor)
-    assert (source.sample.shape, source.sample.dtype) == ((128,), torch.int64)
-    chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
-    assert run(tmp_path, *chosen, "--input-dtype", "float32", "--input-shape", "3") == 2
-    assert "see --input-shape and --input-dtype" in capsys.readouterr().err
-
-
-def test_precisions_are_profiled_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "subnets.json"
-    choices = {"depth": 1, "expand": 0.25, "width": 0.125}
-    file.write_text(json.dumps([choices, {**choices, "precision": "int8"}]))
-    bundle = tmp_path / "bundle"
-    given = ["--subnets", file, "--batch-sizes", "1", "--calibrate-on", "random:8", "--save-bundle", bundle]
-    assert run(tmp_path, *given, "--precision", "float32", "int8") == 0
-    table = LatencyTable.load(tmp_path / "t.json")
-    assert [key.count("precision=int8") for key in table.subnets] == [0, 1]
-    engine = Engine.load(bundle)
-    assert [spec.precision for spec in engine.specs] == ["float32", "int8"]
-    assert run(tmp_path, "--bundle", bundle, "--precision", "float32", "--batch-sizes", "1") == 2
-    assert "precision: the supernet has int8, float32" in capsys.readouterr().err
-    assert run(tmp_path, *given) == 2
-    assert "precision" in capsys.readouterr().err
 
 
 def test_a_stamp_rebuilds_a_command(
@@ -686,16 +620,3 @@ def test_a_stamp_rebuilds_a_command(
     assert stamp["versions"]["numpy"] == np.__version__
     assert "p50_of_extract" in table.statistics
     assert (tmp_path / "t.json.work.before" / "done").exists()  # the journal of the first run
-
-
-def test_what_another_command_made_is_not_overwritten(tmp_path: Path, capsys: Any) -> None:
-    arguments = [*QUICK, "--subnets", "random:2", "--batch-sizes", "1", "--out", str(tmp_path / "t.json")]
-    assert main(arguments) == 0
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for others in (["--seed", "5"], ["--batch-sizes", "1", "2"]):
-        assert main([*arguments, *others]) == 2
-        assert "choose another --out, or continue with --resume" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
-    (tmp_path / "t.json").write_text("a thesis")
-    assert main(arguments) == 2
-    assert main([*arguments, "--seed", "5", "--out", str(tmp_path / "five.json")]) == 0
