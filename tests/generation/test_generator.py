@@ -29,8 +29,6 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
-from subnetact.generation.completion import tell
-from subnetact.generation.step_request import StepRequest, TokenAsk
 from subnetact.generation.step_scheduler import Step
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -133,37 +131,6 @@ def test_generators_beside_each_other_leave_the_network_as_it_was(
     assert all(list(one.result().tokens[:12]) == expected for one in running)
 
 
-def test_tokens_come_one_by_one_and_stop_at_a_stop_token(make: Make, alone: Alone) -> None:
-    generator = make()
-    prompt = prompts(1)[0]
-    completion = generator.submit(prompt, max_new_tokens=12, **LONG)
-    tokens = list(completion)
-    assert tokens == alone(prompt, (2,) * 12)
-    stop = tokens[5]
-    first = tokens.index(stop)
-    answer = generator.submit(prompt, max_new_tokens=12, stop=[stop], **LONG).result(60)
-    assert answer.tokens == tuple(tokens[: first + 1])
-    assert answer.finish == "stop"
-
-
-def test_a_client_that_leaves_ends_its_request_and_no_other(make: Make, alone: Alone) -> None:
-    generator = make(choose=lambda: 1)
-    first, second = prompts(2)
-    leaving = generator.submit(first, max_new_tokens=100, **LONG)
-    staying = generator.submit(second, max_new_tokens=20, **LONG)
-    for _, _ in zip(leaving, range(3), strict=False):
-        pass
-    leaving.cancel()
-    answer = leaving.result(60)
-    assert answer.finish == "cancelled"
-    assert not answer.met
-    assert 3 <= len(answer.tokens) < 100
-    assert list(answer.tokens) == alone(first, (1,) * len(answer.tokens))
-    assert list(staying.result(60).tokens) == alone(second, (1,) * 20)
-    leaving.cancel()
-    assert generator.stats().cancelled == 1
-
-
 def test_a_client_that_leaves_while_a_step_is_put_together_changes_no_other_answer(
     make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +150,10 @@ def test_a_client_that_leaves_while_a_step_is_put_together_changes_no_other_answ
     monkeypatch.setattr(generator._loop, "reserve", leave_first)
     gate.free.release(100)
     assert list(staying.result(60).tokens) == alone(second, (1,) * 20)
-    assert leaving.result(60).tokens == tuple(alone(first, (1,) * 3))
+    answer = leaving.result(60)
+    assert (answer.tokens, answer.finish, answer.met) == (tuple(alone(first, (1,) * 3)), "cancelled", False)
+    leaving.cancel()
+    assert generator.stats().cancelled == 1
 
 
 def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(make: Make, alone: Alone) -> None:
@@ -233,30 +203,25 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
 def test_log_probabilities_are_those_of_the_model(
     llama: Supernet, widths: list[SubnetSpec], make: Make
 ) -> None:
-    generator = make(choose=lambda: 1, step_tokens=6)
+    generator, warm = make(choose=lambda: 1, step_tokens=6), {"temperature": 3.0}
     plain: Any = llama.extract(widths[1])
-    first, second = prompts(2)
-    asked = [
-        generator.submit(prompt, max_new_tokens=8, logprobs=k, **options, **LONG)
-        for prompt in (first, second)
-        for k, options in ((0, {}), (5, {"temperature": 3.0}), (20, {}), (None, {"temperature": 3.0}))
-    ]
-    for i, completion in enumerate(asked):
-        answer, prompt, k = completion.result(60), (first, second)[i // 4], (0, 5, 20, None)[i % 4]
-        assert answer.logprobs == completion.logprobs()
-        assert completion.logprobs(6) == answer.logprobs[6:]
-        if k is None:
-            assert answer.logprobs == ()
-            continue
-        with torch.inference_mode():
-            logits = plain(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)
-        for row, token, found in zip(expected, answer.tokens, answer.logprobs, strict=True):
-            assert found.own == pytest.approx(float(row[token]), abs=1e-4)
-            assert len(found.likely) == k
-            values = [logprob for _, logprob in found.likely]
-            assert values == pytest.approx(row.topk(k).values.tolist(), abs=1e-4)
-            assert values == pytest.approx([float(row[one]) for one, _ in found.likely], abs=1e-4)
+    for prompt in prompts(2):
+        asks: list[Any] = [(0, {}), (5, warm), (20, {}), (None, warm)]
+        asked = [generator.submit(prompt, max_new_tokens=8, logprobs=k, **o, **LONG) for k, o in asks]
+        for (k, _), completion in zip(asks, asked, strict=True):
+            answer = completion.result(60)
+            assert answer.logprobs == completion.logprobs()
+            assert completion.logprobs(6) == answer.logprobs[6:]
+            if k is None:
+                assert answer.logprobs == ()
+                continue
+            with torch.inference_mode():
+                logits = plain(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+            for row, token, one in zip(logits.log_softmax(-1), answer.tokens, answer.logprobs, strict=True):
+                assert one.own == pytest.approx(float(row[token]), abs=1e-4)
+                values = [logprob for _, logprob in one.likely]
+                assert values == pytest.approx(row.topk(k).values.tolist(), abs=1e-4)
+                assert values == pytest.approx([float(row[token]) for token, _ in one.likely], abs=1e-4)
 
 
 def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
@@ -354,13 +319,14 @@ def test_a_loop_that_dies_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -
         generator.submit([1, 2])
 
 
-def test_steps_that_a_demanding_request_lifts_are_counted(
+def test_a_minimum_accuracy_is_kept_and_steps_that_it_lifts_are_counted(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make(expired="serve")
-    alone = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LATE).result(60)
-    assert set(alone.subnets) == {2}
-    assert generator.stats().lifted == 0, "it lifted nobody else"
+    for floor, subnet in ((50.0, 2), (44.0, 1)):
+        answer = generator.submit([1, 2], max_new_tokens=4, min_accuracy=floor, **LATE).result(60)
+        assert set(answer.subnets) == {subnet}
+    assert generator.stats().lifted == 0, "they lifted nobody else"
     gate = Gate(generator, monkeypatch)
     modest = generator.submit([1, 2], max_new_tokens=20, **LATE)
     gate.wait()
@@ -375,29 +341,22 @@ def test_steps_that_a_demanding_request_lifts_are_counted(
 def test_phases_switch_subnets_at_a_token_or_a_count(
     widths: list[SubnetSpec], make: Make, alone: Alone
 ) -> None:
-    generator = make()
-    given = prompts(8)
-    ends = [alone(prompt, (0,) * 3)[-1] for prompt in given]  # generated at the latest as the third
-    running = [
-        generator.submit(prompt, max_new_tokens=12, phases=phases, **LONG)
-        for prompt, end in zip(given, ends, strict=True)
-        for phases in (
-            [(end, widths[0]), (None, str(widths[2]))],
-            [Phase(end, 0, tokens=2), Phase(subnets=[1, 2], recompute=True)],
-        )
-    ]
-    for i, completion in enumerate(running):
-        answer, prompt, end = completion.result(60), given[i // 2], ends[i // 2]
-        first = alone(prompt, (0,) * 3).index(end) + 1
-        first = min(first, 2) if i % 2 else first
+    generator, running = make(), []
+    for prompt in prompts(8):
+        small = alone(prompt, (0,) * 3)
+        end = small[-1]  # generated at the latest as the third
+        at_token = [(end, widths[0]), (None, str(widths[2]))]
+        at_count = [Phase(end, 0, tokens=2), Phase(subnets=[1, 2], recompute=True)]
+        for phases, first in ((at_token, small.index(end) + 1), (at_count, min(small.index(end) + 1, 2))):
+            completion = generator.submit(prompt, max_new_tokens=12, phases=phases, **LONG)
+            running.append((prompt, first, phases is at_count, completion))
+    for prompt, first, recomputed, completion in running:
+        answer = completion.result(60)
         assert answer.subnets == (0,) * first + (2,) * (12 - first)
-        if i % 2:
-            tokens = alone(prompt, (0,) * first)
-            assert list(answer.tokens) == tokens + alone(prompt + tokens, (2,) * (12 - first))
-            assert answer.cache == "exact", "the second subnet computed all of it again"
-        else:
-            assert list(answer.tokens) == alone(prompt, answer.subnets)
-            assert answer.cache == "approximate"
+        tokens = alone(prompt, answer.subnets)
+        if recomputed:  # the second subnet computed all of it again
+            tokens = tokens[:first] + alone(prompt + tokens[:first], (2,) * (12 - first))
+        assert (list(answer.tokens), answer.cache) == (tokens, "exact" if recomputed else "approximate")
     assert generator.stats().recomputed == 8
 
 
@@ -416,105 +375,74 @@ def test_a_phase_whose_cache_is_exact_answers_as_its_subnet_from_the_beginning(l
         assert generator.stats().recomputed == 0, "there was nothing to compute again"
 
 
-@pytest.mark.parametrize(
-    ("phases", "words"),
-    [
-        ([], "at least one Phase"),
-        ("think", "at least one Phase"),
-        ([3], r"phases\[0\]: expected a Phase"),
-        ([Phase(subnets="ffn=12"), Phase()], "nothing ends it"),
-        ([Phase(end=3, subnets="ffn=12"), Phase()], "ffn=12 is no subnet of this generator"),
-        ([Phase(subnets=3)], "3 is no subnet of this generator; give an index from 0 to 2"),
-        ([Phase(subnets=[])], "the list is empty"),
-        ([Phase(end=97), Phase()], r"phases\[0\]\.end: 97 must be a whole number from 0 to 96"),
-        ([Phase(tokens=0), Phase()], r"tokens: 0 must be a whole number of at least 1"),
-        ([Phase(end=3)], "the last phase goes to the end of the answer"),
-        ([Phase(end=3, recompute="yes"), Phase()], "is not True, False or None"),  # type: ignore[arg-type]
-        ([Phase(end=3, subnets=0), Phase()], "none of its subnets has the minimum accuracy"),
-    ],
-)
-def test_phases_without_a_meaning_are_refused(make: Make, phases: Any, words: str) -> None:
-    floor = 45.0 if "minimum" in words else 0.0
-    generator = make()
-    with pytest.raises(InvalidRequest, match=words):
-        generator.submit([1, 2], phases=phases, min_accuracy=floor)
-    assert generator.stats().requests == 0
-
-
 def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = make()
-    forward, failing = generator._loop._decoder.forward, threading.Event()
+    forward, failing = generator._loop._decoder.forward, [False]
 
     def broken(**kwargs: Any) -> Any:
-        if failing.is_set():
+        if failing[0]:
             raise RuntimeError("no memory")
         return forward(**kwargs)
 
     monkeypatch.setattr(generator._loop._decoder, "forward", broken)
-    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(60).met
-    failing.set()
-    with pytest.raises(BatchFailed, match="RuntimeError: no memory"):
-        generator.submit([1, 2], max_new_tokens=2, **LONG).result(60)
-    failing.clear()
-    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(60).met
+    for failing[0] in (False, True, False):
+        completion = generator.submit([1, 2], max_new_tokens=2, **LONG)
+        if failing[0]:
+            with pytest.raises(BatchFailed, match="RuntimeError: no memory"):
+                completion.result(60)
+        else:
+            assert completion.result(60).met
     assert generator.stats().failed == 1
 
 
-def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Make) -> None:
-    generator = make(expired="serve")
-    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LATE).result(60)
-    assert set(answer.subnets) == {1}
-    with pytest.raises(InvalidRequest, match="min_accuracy"):
-        generator.submit([1, 2], min_accuracy=ACCURACY[-1] + 1)
+PROMPTS: list[tuple[Any, str]] = [
+    *(([], "it is empty"), ("text", "got str"), (None, "got NoneType"), ([1] * 113, "more than 128")),
+    *(([1, 97], "token 1 is 97"), ([-1], "token 0 is -1"), ([1.5], "token 0 is 1.5"), ([True], "token 0 is")),
+    (torch.zeros(1, 3, dtype=torch.long), "token 0 is"),
+]
+WRONG: dict[str, list[Any]] = {
+    "max_new_tokens": [0, 2.5],
+    "ignore_eos": [1],
+    "temperature": [-1.0],
+    "top_k": [0],
+    "top_p": [1.5, "all"],
+    "stop": [["a"], 5, None],
+    "logprobs": [21, -1, True],
+    "first_ms": [0.0, -1.0, float("inf"), "soon"],
+    "token_ms": [0.0, -1.0, float("inf"), float("nan")],
+    "deadline_ms": [0.0, -1.0, float("inf"), -float("inf")],
+    "min_accuracy": [float("nan"), ACCURACY[-1] + 1],
+    "seed": [1.5, 2**64],
+}
+PHASES: list[tuple[Any, str]] = [
+    *(([], "at least one Phase"), ("think", "at least one Phase"), ([3], r"phases\[0\]: expected a Phase")),
+    ([Phase(subnets="ffn=12"), Phase()], "nothing ends it"),
+    ([Phase(end=3, subnets="ffn=12"), Phase()], "ffn=12 is no subnet of this generator"),
+    ([Phase(subnets=3)], "3 is no subnet of this generator; give an index from 0 to 2"),
+    ([Phase(subnets=[])], "the list is empty"),
+    ([Phase(end=97), Phase()], r"phases\[0\]\.end: 97 must be a whole number from 0 to 96"),
+    ([Phase(tokens=0), Phase()], r"tokens: 0 must be a whole number of at least 1"),
+    ([Phase(end=3)], "the last phase goes to the end of the answer"),
+    ([Phase(end=3, recompute="yes"), Phase()], "is not True, False or None"),  # type: ignore[arg-type]
+]
+HARD = {"phases": [Phase(end=3, subnets=0), Phase()], "min_accuracy": 45.0}
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    *((prompt, {}, words) for prompt, words in PROMPTS),
+    *(([1], {name: value}, name) for name, values in WRONG.items() for value in values),
+    *(([1], {"phases": phases}, words) for phases, words in PHASES),
+    ([1], HARD, "none of its subnets has the minimum accuracy"),
+    ([1], {"max_new_tokens": 3, "min_tokens": 4}, "min_tokens: 4 must be a whole number from 0 to 3"),
+    ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
+]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "words"),
-    [
-        ([], {}, "it is empty"),
-        ("text", {}, "got str"),
-        ([1, 97], {}, "token 1 is 97"),
-        ([-1], {}, "token 0 is -1"),
-        ([1.5], {}, "token 0 is 1.5"),
-        ([True], {}, "token 0 is True"),
-        (None, {}, "got NoneType"),
-        (torch.zeros(1, 3, dtype=torch.long), {}, "token 0 is"),
-        ([1] * 100, {"max_new_tokens": 29}, "more than 128"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens: 0"),
-        ([1], {"max_new_tokens": 2.5}, "max_new_tokens: 2.5"),
-        ([1], {"max_new_tokens": 3, "min_tokens": 4}, "min_tokens: 4 must be a whole number from 0 to 3"),
-        ([1], {"ignore_eos": 1}, "ignore_eos: 1 is not True or False"),
-        ([1], {"temperature": -1.0}, "temperature"),
-        ([1], {"top_k": 0}, "top_k"),
-        ([1], {"top_p": 1.5}, "top_p"),
-        ([1], {"top_p": "all"}, "top_p"),
-        ([1], {"stop": ["a"]}, "stop"),
-        ([1], {"logprobs": 21}, "logprobs: 21 must be a whole number from 0 to 20"),
-        ([1], {"logprobs": -1}, "logprobs: -1"),
-        ([1], {"logprobs": True}, "logprobs: True"),
-        ([1], {"stop": 5}, "stop: 5 is no list"),
-        ([1], {"stop": None}, "stop: None is no list"),
-        ([1], {"token_ms": float("nan")}, "token_ms: nan"),
-        *(
-            ([1], {name: ms}, f"{name}: .* finite and > 0")
-            for name in ("first_ms", "token_ms", "deadline_ms")
-            for ms in (0.0, -1.0, float("inf"), -float("inf"))
-        ),
-        ([1], {"min_accuracy": float("nan")}, "min_accuracy"),
-        ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
-        ([1], {"first_ms": "soon"}, "first_ms"),
-        ([1], {"seed": 1.5}, "seed: 1.5"),
-        ([1], {"seed": 2**64}, "seed"),
-    ],
-)
-def test_what_cannot_be_generated_is_refused_at_once(
-    make: Make, prompt: Any, options: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_generated_is_refused_at_once(make: Make) -> None:
     generator = make()
-    with pytest.raises(InvalidRequest, match=words):
-        generator.submit(prompt, **options)
+    for prompt, options, words in REFUSED:
+        with pytest.raises(InvalidRequest, match=words):
+            generator.submit(prompt, **options)
     assert generator.stats().requests == 0
 
 
@@ -523,70 +451,47 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Make) -> None:
     running = [generator.submit([1, 2], max_new_tokens=100, **LONG) for _ in range(3)]
     with pytest.raises(QueueFull):
         generator.submit([1, 2])
+    with pytest.raises(TimeoutError):
+        running[0].result(0.0)
     generator.close(drain=False)
     for one in running:
-        with pytest.raises(BatcherClosed):
-            one.result(60)
+        for end in (lambda one=one: one.result(60), lambda one=one: list(one)):
+            with pytest.raises(BatcherClosed):
+                end()
     with pytest.raises(BatcherClosed):
         generator.submit([1, 2])
     generator.close()
     finishing = make()
     last = finishing.submit([1, 2], max_new_tokens=5, **LONG)
     finishing.close()
-    assert last.done
-    assert last.result().finish == "length"
+    assert (last.done, last.result().finish) == (True, "length")
 
 
-def test_subnets_whose_caches_differ_need_permission_and_other_models_are_refused(
-    llama: Supernet, widths: list[SubnetSpec], table: StepTable
+def test_what_is_no_generator_is_refused(
+    llama: Supernet, widths: list[SubnetSpec], table: StepTable, make: Make
 ) -> None:
     with pytest.raises(CacheMismatch, match="allow_approximate=True"):
         Generator(llama, widths, table, token_ms=50.0)
-    short = llama.space.smallest()
-    both = step_table([short.key, widths[-1].key], (40.0, 50.0))
-    with pytest.raises(CacheMismatch, match="incompatible"):
-        Generator(llama, [short, widths[-1]], both, token_ms=50.0, allow_approximate=True)
+    short = [llama.space.smallest(), widths[-1]]
     digits = new_digits_supernet().eval()
-    specs = digits.space.sample(0, 3)
+    specs, facts = digits.space.sample(0, 3), {"token_ms": 50.0, "allow_approximate": True}
+    with pytest.raises(CacheMismatch, match="incompatible"):
+        Generator(llama, short, step_table([spec.key for spec in short], (40.0, 50.0)), **facts)
     with pytest.raises(InsertError, match="no language model"):
-        Generator(digits, specs, step_table([s.key for s in specs]), token_ms=50.0, allow_approximate=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"table": step_table(["a", "b", "c"])}, ProfileMismatch, "other subnets"),
-        ({"token_ms": 0.0}, PolicyError, "token_ms"),
-        ({"max_sequences": 0}, PolicyError, "max_sequences"),
-        ({"max_queue": -1}, PolicyError, "max_queue"),
-        ({"cache_tokens": 0}, PolicyError, "cache_tokens"),
-        ({"step_tokens": None}, PolicyError, "step_tokens"),
-        ({"expired": "defer"}, PolicyError, "drop, serve"),
-        ({"expired": "hope"}, PolicyError, "expired"),
-        ({"watchdog_ms": 0.0}, PolicyError, "watchdog_ms"),
-        ({"clock_ms": 5.0}, PolicyError, "clock_ms"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(
-    make: Make, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        make(**options)
+        Generator(digits, specs, step_table([spec.key for spec in specs]), **facts)
+    with pytest.raises(ProfileMismatch, match="other subnets"):
+        make(table=step_table(["a", "b", "c"]))
+    wrong = {"token_ms": 0.0, "max_sequences": 0, "max_queue": -1, "cache_tokens": 0, "step_tokens": None}
+    for name, value in {**wrong, "expired": "defer", "watchdog_ms": 0.0, "clock_ms": 5.0}.items():
+        with pytest.raises(PolicyError, match=name):
+            make(**{name: value})
 
 
 def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) -> None:
-    table = profile_steps(
-        llama,
-        [widths[0], widths[-1]],
-        sequences=[1, 2],
-        contexts=[8, 16],
-        prompt_tokens=[4, 8],
-        rounds=1,
-        accuracy=[40.0, 50.0],
-        progress=False,
-    )
-    assert table.subnets == (widths[0].key, widths[-1].key)
-    assert table.sequences == (1, 2)
+    cells: Any = {"sequences": [1, 2], "contexts": [8, 16], "prompt_tokens": [4, 8], "rounds": 1}
+    specs = [widths[0], widths[-1]]
+    table = profile_steps(llama, specs, **cells, accuracy=[40.0, 50.0], progress=False)
+    assert (table.subnets, table.sequences) == ((widths[0].key, widths[-1].key), (1, 2))
     assert all(table.latencies_ms(2, 16, 8)[i] > 0.0 for i in range(2))
     assert table.prefill.stamp["machine"]["device"] == "cpu"
 
@@ -598,75 +503,51 @@ def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
         TokenDeadlines(0.0, 1.0)
 
 
-def test_a_completion_tells_what_has_come_and_how_it_ended() -> None:
-    request = StepRequest(TokenAsk([1], 2, TokenDeadlines(1.0, 1.0)))
-    completion = Completion(request, lambda: None)
-    request.tokens.append(3)
-    tokens = iter(completion)
-    assert next(tokens) == 3
-    with pytest.raises(TimeoutError):
-        completion.result(0.0)
-    request.tokens.append(4)
-    request.outcome = BatcherClosed("closed")
-    tell([completion])
-    assert (next(tokens), completion.tokens(1)) == (4, (4,))
-    with pytest.raises(BatcherClosed):
-        next(tokens)
-    with pytest.raises(BatcherClosed):
-        completion.result()
-
-
 def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(make: Make, alone: Alone) -> None:
-    given = prompts(6)
+    given, woken = prompts(6), list[str]()
     expected = [alone(prompt, (2,) * 9) for prompt in given]
 
-    async def serve() -> tuple[int, list[list[int]], list[tuple[int, ...]]]:
-        loop, woken = asyncio.get_running_loop(), 0
+    async def tokens(one: Completion) -> list[int]:
+        return [token async for token in one]
+
+    async def serve() -> list[list[int]]:
+        loop = asyncio.get_running_loop()
         call = loop.call_soon_threadsafe
 
         def counted(*arguments: Any, **facts: Any) -> Any:
-            nonlocal woken
-            woken += threading.current_thread().name == "subnetact-generator"
+            woken.append(threading.current_thread().name)
             return call(*arguments, **facts)
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
         async with make() as generator:
             running = [generator.submit(prompt, max_new_tokens=9, **LONG) for prompt in given]
-
-            async def tokens(one: Completion) -> list[int]:
-                return [token async for token in one]
-
             streamed = await asyncio.gather(*map(tokens, running))
-            whole = [(await one).tokens for one in running]
+            assert [list((await one).tokens) for one in running] == streamed
             hopeless = generator.submit(given[0], max_new_tokens=100, **LONG)
             generator.close(drain=False)
             with pytest.raises(BatcherClosed):
                 await hopeless
-            assert woken <= sum(generator.stats().steps.values()) + 1
-        return woken, streamed, whole
+            assert 0 < woken.count("subnetact-generator") <= sum(generator.stats().steps.values()) + 1
+        return streamed
 
-    woken, streamed, whole = asyncio.run(serve())
-    assert woken > 0
-    assert streamed == [list(one) for one in whole] == expected
+    assert asyncio.run(serve()) == expected
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_the_end_tokens_of_the_model_end_an_answer(
+def test_the_end_tokens_of_the_model_or_of_a_request_end_an_answer(
     llama: Supernet, make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
     (prompt,) = prompts(1)
     tokens = alone(prompt, (2,) * 12)
     end = tokens[4]
     first = tokens.index(end) + 1
+    completion = make().submit(prompt, max_new_tokens=12, stop=[end], **LONG)
+    assert (list(completion), completion.result().finish) == (tokens[:first], "stop")
     config: Any = llama.network.generation_config
     monkeypatch.setattr(config, "eos_token_id", [96, end] if several else end)
     generator = make()
-    asked: list[dict[str, Any]] = [
-        {},
-        {"ignore_eos": True},
-        {"min_tokens": 12},
-        {"phases": [Phase(end=end), Phase()]},
-    ]
+    asked: list[dict[str, Any]] = [{}, {"ignore_eos": True}, {"min_tokens": 12}]
+    asked.append({"phases": [Phase(end=end), Phase()]})
     found = [generator.submit(prompt, max_new_tokens=12, **one, **LONG).result(60) for one in asked]
     assert [one.tokens for one in found] == [tuple(tokens[:first]), *[tuple(tokens)] * 3]
     assert [one.finish for one in found[:2]] == ["stop", "length"]

@@ -140,48 +140,34 @@ def test_guidellm_measures(url: str, path: str, tmp_path: Path) -> None:
     if shutil.which("guidellm") is None:
         pytest.skip("needs guidellm")
     data, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
-    data.write_text(
-        "".join(json.dumps({"prompt": one, "output_tokens_count": TOKENS}) + "\n" for one in PROMPTS)
-    )
+    lines = [json.dumps({"prompt": one, "output_tokens_count": TOKENS}) for one in PROMPTS]
+    data.write_text("\n".join(lines) + "\n")
     backend = f"kind=openai_http,target={url.removesuffix('/v1')},model=docs,request_format={path}"
-    options = ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3"]
+    options = ["--backend", backend, "--disable-console", "--profile", "kind=synchronous"]
+    options += ["--constraint", "kind=max_requests,count=3"]
     options += ["--data", f"kind=json_file,path={data}", "--output", f"kind=json,path={report}"]
-    subprocess.run(
-        ["guidellm", "run", "--backend", backend, "--disable-console", *options], check=True, timeout=300
-    )
+    subprocess.run(["guidellm", "run", *options], check=True, timeout=300)
     [benchmark] = json.loads(report.read_text())["benchmarks"]
-    assert len(benchmark["requests"]["successful"]) == 3
     assert not benchmark["requests"]["errored"]
-    assert [one["output_metrics"]["text_tokens"] for one in benchmark["requests"]["successful"]] == [
-        TOKENS
-    ] * 3
+    answered = benchmark["requests"]["successful"]
+    assert [one["output_metrics"]["text_tokens"] for one in answered] == [TOKENS] * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_cannot_be_served_as_a_language_model_is_refused(
+    engine: Engine, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.save(tmp_path / "one")
+    Engine(engine.supernet, engine.specs, accuracy=engine.accuracy).save(tmp_path / "two")
+    tokenizer().save_pretrained(tmp_path / "two")
+    for options, words in (
         ([], "give --bundle"),
         (["--demo", "--text"], "give --bundle"),
         (["--text", "--model", "a:b"], "--model: it does not apply"),
-        (["--text", "--bundle", "FOLDER", "--workers", "2"], "--workers: it does not apply"),
+        (["--text", "--bundle", bundle, "--workers", "2"], "--workers: it does not apply"),
         (["--text", "--policy", "slackfit:4"], "--policy: it does not apply to --text"),
         (["--text", "--table", "t.json"], "--table: it does not apply to --text"),
-    ],
-)
-def test_what_is_no_language_model_is_refused(
-    options: list[str], words: str, bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(bundle) if one == "FOLDER" else one for one in options]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_bundle_without_a_tokenizer_or_a_step_table_is_refused(
-    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine.save(tmp_path / "one")
-    assert main(["--text", "--bundle", str(tmp_path / "one")]) == 2
-    assert "tokenizer.save_pretrained" in capsys.readouterr().err
-    Engine(engine.supernet, engine.specs, accuracy=engine.accuracy).save(tmp_path / "two")
-    tokenizer().save_pretrained(tmp_path / "two")
-    assert main(["--text", "--bundle", str(tmp_path / "two")]) == 2
-    assert "profile_steps" in capsys.readouterr().err
+        (["--text", "--bundle", tmp_path / "one"], "tokenizer.save_pretrained"),
+        (["--text", "--bundle", tmp_path / "two"], "profile_steps"),
+    ):
+        assert main([str(option) for option in options]) == 2
+        assert words in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,14 +56,10 @@ def expected(prompt: str, count: int) -> str:
 
 def test_openais_client_is_answered_by_the_embedded_model(client: Any) -> None:
     best = {"x-min-accuracy": largest()}
-    whole = client.completions.create(model="docstrings", prompt=PROMPT, max_tokens=24, extra_headers=best)
+    facts = {"model": "docstrings", "prompt": PROMPT, "max_tokens": 24, "extra_headers": best}
+    whole, pieces = client.completions.create(**facts), list(client.completions.create(**facts, stream=True))
     assert whole.choices[0].text == expected(PROMPT, 24)
     assert whole.usage.completion_tokens <= 24
-    pieces = list(
-        client.completions.create(
-            model="docstrings", prompt=PROMPT, max_tokens=24, stream=True, extra_headers=best
-        )
-    )
     assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
     assert len(pieces) > 3
     assert [model.id for model in client.models.list()] == ["docstrings"]
@@ -89,21 +84,11 @@ def test_the_blocks_of_the_page_about_this_client_run(client: Any) -> None:
 
 
 def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
-    pieces: list[Any] = []
-    begun = threading.Event()
-
-    def read() -> None:
-        for piece in client.completions.create(
-            model="docstrings", prompt=PROMPT, max_tokens=100, temperature=1.5, stream=True
-        ):
-            pieces.append(piece)
-            begun.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert begun.wait(60)
+    facts = {"model": "docstrings", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.5}
+    stream = client.completions.create(**facts, stream=True)
+    next(stream)
     served.process.send_signal(signal.SIGTERM)
-    reader.join(60)
-    assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+    *_, last = stream
+    assert last.choices[0].finish_reason in ("stop", "length")
     assert served.process.wait(60) in (0, -signal.SIGTERM)
     assert served.stop() == ""
