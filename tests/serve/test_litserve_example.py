@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -20,57 +21,39 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def port(digits):
+def port(digits, tmp_path_factory):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [
-        sys.executable,
-        "examples/litserve_batcher.py",
-        "--bundle",
-        str(digits[1]),
-        "--port",
-        str(port),
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    options = ["examples/litserve_batcher.py", "--bundle", str(digits[1]), "--port", str(port)]
+    log = tmp_path_factory.mktemp("litserve") / "log"
+    with log.open("w") as file:
+        places = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *options], stdout=file, stderr=file, **places)
     try:
-        end = time.monotonic() + 120
-        while True:
-            try:
-                if call(port, "GET", "/health")[0] == 200:
-                    break
-            except OSError:
-                pass
-            assert process.poll() is None, process.stdout.read()
+        end, up = time.monotonic() + 120, False
+        while not up:
+            with contextlib.suppress(OSError):
+                up = call(port, "GET", "/health")[0] == 200
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < end
             time.sleep(0.1)
         yield port
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=60)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
 
 
 def call(port, method, path, body=None):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         headers = {"content-type": "application/json"}
         connection.request(method, path, body and json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
-    finally:
-        connection.close()
 
 
 def ask(port, image, **parameters):

@@ -85,12 +85,9 @@ def test_promtool_accepts_the_rules_their_tests_and_the_queries_of_the_dashboard
     lines = [f"      - {{record: 'a:b', expr: {json.dumps(filled(query))}}}" for query in QUERIES]
     lines = [line.replace("a:b", f"a:b{i}") for i, line in enumerate(lines)]
     (tmp_path / "queries.yaml").write_text("groups:\n  - name: dashboard\n    rules:\n" + "\n".join(lines))
-    for command in (
-        "check rules rules.yaml",
-        f"check rules {tmp_path}/queries.yaml",
-        "test rules rules_test.yaml",
-    ):
-        words = ["promtool", *command.split()]
+    own = f"{tmp_path}/queries.yaml"
+    for command in (("check", "rules.yaml"), ("check", own), ("test", "rules_test.yaml")):
+        words = ["promtool", command[0], "rules", command[1]]
         done = subprocess.run(words, cwd=EXAMPLES, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -38,9 +38,7 @@ class Browser:
         os.close(their_read)
         os.close(their_write)
         self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
-        self._numbers = itertools.count(1)
-
-        self.events = []
+        self._numbers, self.events = itertools.count(1), []
 
     def ask(self, method, session=None, **parameters):
         number = next(self._numbers)

@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import torch
 from process_runners import TABLE, CommandRunner, TellingRunner, command
 from shared_memory import shared_memory_of
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 import subnetact
 from subnetact import Batcher, Engine
 from subnetact.errors import (
+    BatcherClosed,
     BatchFailed,
     DeadlinePassed,
     EngineError,
@@ -85,26 +85,35 @@ def pid_of(batcher: Batcher) -> int:
     return int(ask(batcher, "pid").result(60).output[0])
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+def state_of(pid: Any) -> tuple[str, int, str]:
+    """Return the state, the parent and the command line of a process; Z and 0 if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state, int(parent), Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
-        return False
+        return "Z", 0, ""
+
+
+def alive(pid: int) -> bool:
+    return state_of(pid)[0] != "Z"
 
 
 def workers_of(pid: int) -> set[int]:
     """Return the worker processes whose parent is a process."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            mine = parent == pid and "subnetact.workers.child" in (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if mine:
-            found.add(int(folder.name))
-    return found
+    states = {int(folder.name): state_of(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    return {
+        worker
+        for worker, (_, parent, line) in states.items()
+        if parent == pid and "subnetact.workers.child" in line
+    }
+
+
+def started(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python program that finds the modules of the tests."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.Popen([sys.executable, *words], env=environment, **pipes, **options)
 
 
 # -- faults -----------------------------------------------------------------------------------------
@@ -162,9 +171,10 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
     blocked.result(60)
     assert batcher.stats().out_of_memory >= 1, "and half of the batch is tried"
     assert batcher.stats().batch_limits[0] < 4
-    mine = workers_of(os.getpid())
+    hanging, mine = ask(batcher, "hang", -1.0), workers_of(os.getpid())
     assert mine
     batcher.close()
+    assert isinstance(hanging.exception(0), WorkerHung | BatcherClosed), "although it hangs forever"
     assert not any(map(alive, mine))
 
 
@@ -198,42 +208,23 @@ def test_while_no_process_lives_nobody_is_up_and_requests_end_at_their_deadline(
     assert ask(batcher, "double", 4.0).result(60).output == np.array([8.0])
 
 
-def test_spares_start_after_what_is_waited_for_and_take_over(
-    tmp_path: Path, wait_for: Any, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_a_spare_takes_over_and_a_worker_without_one_waits_for_the_next(
+    tmp_path: Path, wait_for: Any, held: threading.Event
 ) -> None:
-    made: list[WorkerProcess] = []
-    make = WorkerProcess.__init__
-
-    def note(self: WorkerProcess, *arguments: Any) -> None:
-        made.append(self)
-        make(self, *arguments)
-
-    monkeypatch.setattr(WorkerProcess, "__init__", note)
-    made_before: list[int] = []
-
-    def release() -> None:
-        wait_for(lambda: bool(made))
-        time.sleep(0.2)  # in which another one would be made
-        made_before.append(len(made))
-        held.set()
-
-    held.clear()
-    threading.Thread(target=release).start()
     pool = ProcessPool(CommandRunner(tmp_path), 1, threads=1, batch_sizes=(1,), spares=1)
     try:
         [runner] = pool.runners
-        assert made_before == [1], "a spare gives way to what is waited for"
-        assert runner.process is made[0]
+        first = runner.process
         wait_for(lambda: bool(pool.ready), 60)
-        assert len(made) == 2
+        [spare] = pool.ready
         held.clear()
-        made[0].kill("by this test")
-        wait_for(lambda: made[0].ended is not None)
-        assert made[0].reason() == "was killed by this test"
+        first.kill("by this test")
+        wait_for(lambda: first.ended is not None)
+        assert first.reason() == "was killed by this test"
         assert runner.is_ready
         assert runner.run(0, [command("double", 4.0)], 1) == [8.0], "the spare takes over"
-        assert runner.process is made[1]
-        made[1].kill("by this test")
+        assert runner.process is spare
+        spare.kill("by this test")
         wait_for(lambda: not runner.is_ready)
         held.set()
         runner.enter_worker(None)
@@ -241,15 +232,6 @@ def test_spares_start_after_what_is_waited_for_and_take_over(
     finally:
         held.set()
         pool.close()
-
-
-def test_close_ends_although_a_batch_hangs_forever(opened: Open) -> None:
-    batcher = opened(spares=0, watchdog_ms=800.0)
-    future = ask(batcher, "hang", -1.0)
-    batcher.close()
-    with pytest.raises((WorkerHung, subnetact.errors.BatcherClosed)):
-        future.result(0)
-    assert not workers_of(os.getpid())
 
 
 # -- the engine and its changes -----------------------------------------------------------------------
@@ -271,28 +253,26 @@ def see_no_mixture(digits: Supernet, runner: Any) -> None:
     """Run batches while another thread loads weights: they see the former ones or the new ones."""
     former = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
     states = [former, {name: tensor * 1.5 for name, tensor in former.items()}]
-    allowed = []
+    allowed, stop = [], threading.Event()
     for state in states:
         digits.load_state_dict(state, norms=digits.norms)
         allowed.append(torch.stack(runner.run(0, list(IMAGES), 12)))
     assert not torch.equal(*allowed)
-    stop = threading.Event()
 
     def load() -> None:
-        i = 0
         while not stop.is_set():
-            i += 1
-            digits.load_state_dict(states[i % 2], norms=digits.norms)
+            for state in states:
+                digits.load_state_dict(state, norms=digits.norms)
 
-    loader = threading.Thread(target=load)
-    loader.start()
-    try:
-        for _ in range(15):
-            output = torch.stack(runner.run(0, list(IMAGES), 12))
-            assert any(torch.equal(output, one) for one in allowed)
-    finally:
-        stop.set()
-        loader.join()
+    with ThreadPoolExecutor(1) as threads:
+        loads = threads.submit(load)
+        try:
+            for _ in range(15):
+                output = torch.stack(runner.run(0, list(IMAGES), 12))
+                assert any(torch.equal(output, one) for one in allowed)
+        finally:
+            stop.set()
+    loads.result()
     digits.load_state_dict(former, norms=digits.norms)
 
 
@@ -324,9 +304,8 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
                 tensor.mul_(1.25)
         digits.load_state_dict(other, norms=digits.norms)
         assert not torch.equal(engine(IMAGES, subnet=0), before)
-        assert same(pool, engine, 0)
-
         before = engine(IMAGES, subnet=0)
+        assert same(pool, engine, 0)
         with torch.no_grad():
             for parameter in digits.network.parameters():
                 parameter.mul_(0.9)
@@ -401,9 +380,8 @@ from process_runners import TABLE, CommandRunner
 from subnetact import Batcher
 from subnetact.serving import Fixed
 batcher = Batcher(CommandRunner(Path(".")), policy=Fixed(TABLE, 0), slo_ms=9.0, process=True, spares=0)
-if sys.argv[1] != "interrupt":
-    print("ready", flush=True)
 if sys.argv[1] == "fork":
+    print("ready", flush=True)
     if os.fork() == 0:
         time.sleep(30)  # It has a copy of every descriptor of its parent.
         os._exit(0)
@@ -431,16 +409,7 @@ time.sleep(60)
 def test_nothing_is_left_of_the_workers_of_a_dead_parent(
     how: str, sent: signal.Signals, tmp_path: Path, wait_for: Any
 ) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        start_new_session=True,
-    )
+    parent = started("-c", SCRIPT, how, cwd=tmp_path, start_new_session=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
     workers = workers_of(parent.pid)
@@ -500,47 +469,34 @@ def test_the_main_program_runs_again_only_if_the_engine_needs_it(guarded: bool, 
     if guarded:
         last = last.replace("print", "    print")
     script.write_text(first + ('if __name__ == "__main__":\n    ' if guarded else "") + "Batcher(" + last)
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": paths},
-        check=False,
-    )
+    program = started(str(script))
+    output, errors = program.communicate(timeout=120)
     if guarded:
-        assert ran.stdout == "closed\n", ran.stderr
+        assert output == "closed\n", errors
     else:
-        assert ran.returncode == 1
-        assert 'if __name__ == "__main__"' in ran.stderr.splitlines()[-1]
+        assert program.returncode == 1
+        assert 'if __name__ == "__main__"' in errors.splitlines()[-1]
 
 
 # -- inputs and outputs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [torch.randn(3, 4) for _ in range(5)],
-        [torch.randn(2, dtype=torch.bfloat16)],
-        [torch.tensor(3), torch.tensor(4)],
-        [torch.randn(2), torch.randn(3)],
-        [torch.empty(0, 3), torch.empty(0, 3)],
-        [torch.randn(4, 6).t(), torch.randn(6, 4)],
-        [torch.randn(3, dtype=torch.complex64).conj()],
-        [{"ids": torch.arange(4), "mask": torch.ones(4, dtype=torch.bool)} for _ in range(3)],
-        [(torch.zeros(2), {"a": [torch.ones(1)]}), (torch.ones(2), {"a": [torch.zeros(1)]})],
-        [(torch.zeros(2), None, "text"), (torch.ones(2), None, "other")],
-        [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
-        [np.arange(6.0).reshape(2, 3), np.ones((2, 3))],
-        [np.array([object()]).astype(str), np.array(["x"], dtype=object)],
-        [(), ()],
-        [{}, {}],
-        [1, "two", None],
-        [[torch.zeros(1)], (torch.zeros(1),)],
-    ],
-)
+ZEROS, ONES = torch.zeros(1), torch.ones(1)
+SAMPLES: list[list[Any]] = [
+    *([torch.randn(3, 4)] * 5, [torch.randn(2, dtype=torch.bfloat16)], [torch.tensor(3), torch.tensor(4)]),
+    *([torch.randn(2), torch.randn(3)], [torch.empty(0, 3)] * 2, [torch.randn(4, 6).t(), torch.randn(6, 4)]),
+    [torch.randn(3, dtype=torch.complex64).conj()],
+    [{"ids": torch.arange(4), "mask": torch.ones(4, dtype=torch.bool)} for _ in range(3)],
+    [(torch.zeros(2), {"a": [ONES]}), (torch.ones(2), {"a": [ZEROS]})],
+    [(torch.zeros(2), None, "text"), (torch.ones(2), None, "other")],
+    [{"a": ZEROS}, {"b": ZEROS}],
+    [np.arange(6.0).reshape(2, 3), np.ones((2, 3))],
+    [np.array([object()]).astype(str), np.array(["x"], dtype=object)],
+    *([(), ()], [{}, {}], [1, "two", None], [[ZEROS], (ZEROS,)]),
+]
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
 def test_samples_arrive_as_they_were(samples: list[Any]) -> None:
     memory = SharedMemory(1)
     here, there = BatchMemory(memory), BatchMemory(SharedMemory(1, os.dup(memory.descriptor)))
@@ -558,23 +514,13 @@ def test_samples_arrive_as_they_were(samples: list[Any]) -> None:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, np.ndarray):
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == expected.dtype
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for name in expected:
-            assert_same(found[name], expected[name])
-    elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
+    leaves, form = tree_flatten(found)
+    wanted, wanted_form = tree_flatten(expected)
+    assert form == wanted_form
+    for one, other in zip(leaves, wanted, strict=True):
+        assert type(one) is type(other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+        assert torch.equal(one, other) if isinstance(other, Tensor) else np.array_equal(one, other)
 
 
 def test_memory_that_there_is_no_room_for_is_an_error() -> None:
