@@ -23,7 +23,11 @@ PARTS: dict[str, Any] = {
 
 def width_space(widths: Iterable[int] = (4, 8), name: str = "own") -> SubnetSpace:
     """Return a space of one width, the axis and the dimension `w`."""
-    return SubnetSpace(name, [Axis.uniform("w", ["all"], tuple(widths))], lambda v: {"w": v["w"][0]})
+    return SubnetSpace(name, [Axis.uniform("w", ["all"], tuple(widths))], _one_size)
+
+
+def _one_size(values: Mapping[str, Any]) -> dict[str, int]:
+    return {"w": values["w"][0]}
 
 
 def one_width(
