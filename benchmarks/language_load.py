@@ -533,7 +533,7 @@ def report(known: Facts) -> Iterator[str]:
         where = (
             f"{device['device_name']}, {device['cpus']} CPUs, load {device['load']}, torch {device['torch']}"
         )
-        yield f"### {part} ({where})"
+        yield f"## {part} ({where})"
         yield ""
         if part == "policy":
             measures = list(next(iter(facts["against"].values())))
