@@ -21,8 +21,8 @@ class Turns:
 
     Start-time fair queueing (Goyal et al., 1996): every driver has a virtual time, which grows by the time
     that it used divided by its share. A free worker goes to the driver with the least virtual time among
-    those that want it. Whoever did not want one for a while starts at the present virtual time, so that
-    nobody saves up a claim. A driver thus waits for one batch of another, however many requests that has.
+    those that want it. A driver that was idle starts at the present virtual time, so that idleness earns
+    no credit. A driver thus waits for one batch of another, however many requests that has.
     `changed` tells the threads that wait for a turn to look again; `used_ms` is the time that each driver
     used on all workers.
     """
