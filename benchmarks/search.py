@@ -86,7 +86,7 @@ def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSp
     supernet = load_digits_supernet()
     specs = list(supernet.space.enumerate())
     if len(data["accuracy"]) != len(specs) or data["supernet"] != supernet.fingerprint():
-        raise SystemExit(f"{path} is incomplete or of other weights; run --parts truth first")
+        raise SystemExit(f"{path} is incomplete or of other weights; run --only truth first")
     model = CostModel(supernet, torch.empty(1, 1, SIDE, SIDE))
     macs = {spec: model(spec).macs / 1e6 for spec in specs}
     return supernet, dict(zip(specs, data["accuracy"], strict=True)), macs, data

@@ -68,13 +68,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     nas              963   377      8
     profile         1230   278      1
     serving         4854  1903     34
-    generation      1639   501     13
+    generation      1644   501     13
     export          1022   390      7
     simulate           9     5      2
     serve           1800   372      7
     cluster          461   117      3
     __main__          17     2      0
-    all            32561  9207    226
+    all            32566  9207    226
 
 The README has a glossary of the words that are used here.
 """

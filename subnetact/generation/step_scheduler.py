@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
 from subnetact.generation.completion import Generated
@@ -234,8 +233,14 @@ class StepScheduler:
         slack_ms = min([request.due_ms for request in [*others, *(one for one, _ in step.parts)]]) - now_ms
         sequences, context, prompts = step.size
         crowd = Crowd(now_ms, self._active.values(), self._waiting, self._places)
-        facts: Any = {"context": context, "prompt_tokens": prompts, "among": step.among, "crowd": crowd}
-        step.subnet = policy.choose(slack_ms, sequences=sequences, **facts)
+        step.subnet = policy.choose(
+            slack_ms,
+            sequences=sequences,
+            context=context,
+            prompt_tokens=prompts,
+            among=step.among,
+            crowd=crowd,
+        )
         for one in step.answered:
             end = one.planned[0].end
             if end is not None and len(one.tokens) + 1 - one.begun >= policy.budget:

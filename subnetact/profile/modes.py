@@ -41,7 +41,7 @@ def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
 
 
 def check_mode(mode: str, device: torch.device) -> None:
-    """Refuse a mode, or an addition to the timed call, that a device does not have."""
+    """Refuse a mode that a device does not have."""
     if mode == "graphs" and device.type != "cuda":
         raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose fused or zero-copy")
 
@@ -127,7 +127,7 @@ class TimedRunner:
         if self.mode in ("fused", *RUNTIMES):
             self._pin(subnet)
         with torch.inference_mode():
-            yield lambda: run(x)
+            yield partial(run, x)
 
     def _pin(self, subnet: int) -> None:
         """Let a subnet run as a fused program; those that were measured before may take its room."""
