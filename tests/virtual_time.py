@@ -28,6 +28,7 @@ class VirtualTime:
         self._watched: list[Any] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._over = False
         self._sleepers: list[tuple[float, int, threading.Event]] = []
         self._planned: list[tuple[float, int, Callable[[], object]]] = []
 
@@ -44,6 +45,8 @@ class VirtualTime:
         """Let time pass for the calling thread."""
         event = threading.Event()
         with self._lock:
+            if self._over:
+                return
             self._sleepers.append((self.now + ms, next(self._numbers), event))
         assert event.wait(LIMIT_S), "nobody moves the clock"
 
@@ -72,8 +75,9 @@ class VirtualTime:
             self.now = end
 
     def wake_all(self) -> None:
-        """Let all threads go on that sleep, for example for ever."""
+        """Let all threads go on that sleep, for example for ever, and let nobody sleep any more."""
         with self._lock:
+            self._over = True
             sleepers, self._sleepers = self._sleepers, []
         for _, _, event in sleepers:
             event.set()
