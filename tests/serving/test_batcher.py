@@ -168,20 +168,6 @@ def test_a_deadline_of_any_number_type_is_kept_exactly(number: Any) -> None:
         assert all(math.isfinite(h.total) for h in batcher.stats().histograms.values())
 
 
-def test_the_policy_hears_how_long_batches_took() -> None:
-    class Listening(Fixed):
-        heard: tuple[Any, ...] = ()
-
-        def observe(self, *facts: Any) -> None:
-            self.heard += (facts,)
-            raise RuntimeError("no ears")  # which harms nobody
-
-    engine, policy = Timed(factor=3.0), Listening(TABLE, 1)
-    with opened(engine, policy, clock_ms=engine.clock_ms) as batcher:
-        assert [batcher.submit(x, FOREVER).result(20).output for x in "xy"] == ["x", "y"]
-    assert policy.heard == ((1, 1, 3.0, 9.0),)
-
-
 # -- what fails --------------------------------------------------------------------------------------
 
 
@@ -360,7 +346,7 @@ def test_requests_from_many_threads_each_get_one_outcome_while_the_batcher_close
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for _ in range(20):
+        for _ in range(8):
             batcher = opened(Echo(), SlackFit(TABLE, slo_ms=FOREVER), max_queue=1000)
             with concurrent.futures.ThreadPoolExecutor(4) as pool:
                 counts = pool.map(client, range(0, 4000, 1000))

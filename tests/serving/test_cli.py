@@ -88,6 +88,7 @@ def test_one_request_has_no_rate_and_many_at_one_time_have_one_that_is_doubted(t
         (["--policy", "Clipper+:x"], 2, "error: policy: 'Clipper+:x' needs a whole number after the colon"),
         (["--policy", "fixed:5", "--workers", "1", "--expired", "serve"], 0, "expired requests: serve"),
         (["--policy", "fixed:5", "--workers", "1"], 0, "expired requests: drop"),
+        (["--policy", "all"], 0, "modelswitching"),
     ],
 )
 def test_arguments_are_used_or_refused_in_one_line(arguments, status, words, capsys):
@@ -113,16 +114,11 @@ def test_help_shows_every_default(capsys):
     assert "serve runs them all the same, as SuperServe does" in printed
 
 
-def test_the_module_runs_and_does_not_hide_the_function():
+def test_the_module_does_not_hide_the_function():
     code = (
         "import inspect, subnetact; f = subnetact.simulate; import subnetact.simulate as m; "
         "assert m.__doc__ == f.__doc__ and inspect.signature(m) == inspect.signature(f); "
         "print(callable(subnetact.simulate))"
     )
-    options = ["--duration-s", "0.2", "--policy", "all"]
-    for command, words in (
-        (["-m", "subnetact.simulate", *options], "modelswitching"),
-        (["-c", code], "True"),
-    ):
-        out = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True).stdout
-        assert words in out
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -24,7 +24,6 @@ from subnetact.serving.policies import (
     MaxBatch,
     ModelSwitching,
     SlackFit,
-    hullfit,
 )
 from subnetact.serving.scheduling.context import Context
 
@@ -292,29 +291,3 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
     assert live.scheduler.dispatcher.plans[-1].policy is policy
     assert live.scheduler.dispatcher.expected_ms(0, 1) > 1.2 * TABLE.latency_ms[0, 0]
     assert "in the user's policy" in caplog.text
-
-
-def test_plans_are_made_without_the_lock_while_another_thread_decides(monkeypatch: Any) -> None:
-    """The other thread is played by the constructor of the new hulls: it asks for one more each time."""
-    policy = HullFit(TABLE, 100.0)
-    live, held, asks = Scheduled(policy, slo_ms=100.0), list[bool](), iter(range(4, 100))
-    for workers in (1, 2, 3):
-        policy._hull(workers, 0)
-
-    class Meanwhile(hullfit._Hull):
-        busy = False
-
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            held.append(live.learner._lock.locked())
-            if not Meanwhile.busy:
-                Meanwhile.busy = True
-                policy._hull(next(asks))
-                Meanwhile.busy = False
-
-    live.admit("x", 1e6)
-    serve(live, slower=3.0)
-    monkeypatch.setattr(hullfit, "_Hull", Meanwhile)
-    assert live.learner.refresh(at_once=True)
-    assert held
-    assert not any(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tracemalloc
 from operator import attrgetter
 from typing import Any
@@ -27,7 +28,6 @@ from subnetact.serving.policies import (
     make_policy,
     policy_names,
 )
-from subnetact.serving.scheduling import dispatch
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
@@ -121,8 +121,6 @@ def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40: LatencyTable) 
 
 # -- a bounded amount of work ------------------------------------------------------------------------
 
-SMALL = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
-
 
 def kept_bytes(make: Any) -> int:
     tracemalloc.start()
@@ -141,64 +139,38 @@ def test_what_floors_cost_is_kept_once_for_each_accuracy() -> None:
     assert costs == {1.0, 2.0}
 
 
-class Counted(list[Any]):
-    """A list that counts the entries that are read from it one by one or as slices."""
+def lines_run(call: Any) -> int:
+    """Return how many lines of Python a call runs."""
+    count, before = [0], sys.gettrace()
 
-    read = 0
+    def tracing(frame: Any, event: str, argument: Any) -> Any:
+        count[0] += event == "line"
+        return tracing
 
-    def __getitem__(self, at: Any) -> Any:
-        entry = super().__getitem__(at)
-        Counted.read += len(entry) if isinstance(at, slice) else 1
-        return entry
-
-
-def filled(queue: EDFQueue[Any], count: int, floors: list[float]) -> None:
-    for i in range(count):
-        request = Request(Ask(1000.0 + i / 10, floors[i % len(floors)]), 0.0)
-        queue.push(request.deadline_ms, request, request.ask.floor)
-    queue._floors = Counted(queue._floors)
+    sys.settrace(tracing)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count[0]
 
 
 @pytest.mark.parametrize("expired", ["drop", "serve"])
-def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
-    a40: LatencyTable, expired: str
+@pytest.mark.parametrize(
+    ("policy", "floors"),
+    [(HullFit, [0.0]), (HullFit, [0.0, 76.0, 0.0, 78.0, 79.4]), (lambda table, _: Fixed(table, 0), [79.4])],
+)
+def test_a_decision_takes_no_longer_behind_a_long_queue(
+    a40: LatencyTable, policy: Any, floors: list[float], expired: str
 ) -> None:
+    counted = []
     for count in (5_000, 50_000):
-        dispatcher = Dispatcher(HullFit(a40, 1000.0), [a40], [0.0] * 8, 1000.0, expired, print)
-        filled(dispatcher.queue, count, [0.0, 76.0, 0.0, 78.0, 79.4])
-        Counted.read = 0
-        assert dispatcher.next_batch(0.0, 0) is not None
-        assert Counted.read < 2_500
-    dispatcher = dispatcher_of(SMALL, expired=expired)
-    filled(dispatcher.queue, 20_000, [80.0])
-    dispatcher.queue.push(999.0, first := Request(Ask(999.0), 0.0))
-    Counted.read = 0
-    batch = dispatcher.next_batch(0.0, 0)
-    assert batch is not None
-    assert batch.part == [first], "all others demand more"
-    assert Counted.read < 5_000
-
-
-@pytest.mark.parametrize("floors", [[0.0], [0.0, 0.0, 78.0]])
-def test_hullfit_looks_at_a_bounded_number_of_requests(a40: LatencyTable, floors: list[float]) -> None:
-    seen: list[int] = []
-
-    class Recorded(EDFQueue[int]):
-        def deadlines(self, start: int, step: int) -> list[float]:
-            seen.append(len(part := super().deadlines(start, step)))
-            return part
-
-        def classes(self, start: int, stop: int) -> list[Any]:
-            seen.append(len(part := super().classes(start, stop)))
-            return part
-
-    queue = Recorded()
-    for i in range(20_000):
-        queue.push(float(i), i, floors[i % len(floors)])
-    context = Context(queue, ArrivalMeter(), [0.0] * 8, 1000.0)
-    context.queued, context.slack_ms = len(queue), 10.0
-    HullFit(a40, 1000.0).decide(context)
-    assert 0 < sum(seen) < 1_000
+        dispatcher = Dispatcher(policy(a40, 1000.0), [a40], [0.0] * 8, 1000.0, expired, print)
+        for i in range(count):
+            ask = Ask(999.0 + i / 10, floors[i % len(floors)] if i else 0.0)
+            dispatcher.queue.push(ask.deadline_ms, Request(ask, 0.0), ask.floor)
+        counted.append(lines_run(lambda taken=dispatcher: taken.next_batch(0.0, 0)))
+    assert counted[1] < 3 * counted[0]
 
 
 @pytest.mark.parametrize(
@@ -353,36 +325,3 @@ def test_priority_decides_who_misses(rule: str, priority: int, left_out: tuple[i
     assert batch is not None
     assert {request.ask.priority for request in batch.part} == {priority}
     assert (len(dropped), len(dispatcher.deferred)) == left_out
-
-
-@pytest.mark.parametrize("leaves", ["served", "cancelled", "expired"])
-def test_priorities_are_weighed_only_while_a_request_with_one_waits(monkeypatch: Any, leaves: str) -> None:
-    looked: list[int] = []
-
-    def counted(*arguments: Any, look: Any = dispatch.unaffordable) -> Any:
-        looked.append(1)
-        return look(*arguments)
-
-    monkeypatch.setattr(dispatch, "unaffordable", counted)
-    live = Scheduled(Fixed(SMALL, 0), slo_ms=100.0)
-
-    def weighed(leave: Any = None) -> bool:
-        for _ in range(9):
-            live.admit("x", 20.0)
-        if leave is not None:
-            leave()
-        looked.clear()
-        while (job := live.idle()) is not None:
-            live.now += job.expected_ms
-            live.finish(job)
-        live.scheduler.ended.clear()
-        return bool(looked)
-
-    def leave() -> None:
-        important = live.admit("x", 20.0, priority=5)
-        if leaves == "cancelled":
-            live.scheduler.withdraw(important)
-        live.now += 1000.0 * (leaves == "expired")
-
-    found = weighed(), weighed(leave), weighed()
-    assert found == (False, leaves == "served", False), "nobody has a priority before and after it"

@@ -54,7 +54,7 @@ def test_a_client_within_its_share_is_never_beyond_it(seed):
             assert buckets.take("modest", 1.0, now)
 
 
-def test_a_bucket_fills_up_again_and_is_forgotten():
+def test_a_bucket_fills_up_again():
     buckets = meter(FairShares(burst_ms=2.0), workers=2)
     assert buckets.take("a", 2.0, 0.0)
     assert not buckets.take("a", 1.0, 0.0)
@@ -62,7 +62,6 @@ def test_a_bucket_fills_up_again_and_is_forgotten():
     assert buckets.take("a", 1.0, 0.5)  # both workers worked for 0.5 ms
     assert buckets.take("b", 5.0, 0.5)  # more than a bucket holds, which was full
     assert buckets.take("c", 0.1, 1e6)
-    assert set(buckets._full_at) == {"c"}
 
 
 # -- in a scheduler and in a batcher ---------------------------------------------------------------
@@ -74,7 +73,7 @@ def in_time(shares, greedy, expired="drop"):
     """Return the shares of a modest and of a greedy client that were in time, and effective accuracy."""
     loads = {"modest": 0.2, "greedy": greedy}  # of what a worker can do
     sent = [
-        poisson(1e3 * load * 8 / 1.2, 3.0, seed) for load, seed in zip(loads.values(), (0, 900), strict=True)
+        poisson(1e3 * load * 8 / 1.2, 1.5, seed) for load, seed in zip(loads.values(), (0, 900), strict=True)
     ]
     times, names = np.concatenate(sent), np.repeat(list(loads), [len(one) for one in sent])
     order = np.argsort(times, kind="stable")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fake_runners import FOREVER, Sleeping
-from scheduled import Scheduled
 from virtual_time import VirtualTime
 
 from subnetact.errors import BatchFailed, DeadlinePassed
@@ -156,23 +155,6 @@ def occupied(engine: Sleeping, batcher: Batcher, first: Any = "x") -> list[Any]:
     return batch
 
 
-def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
-    engine = sleeping(scale=5.0)
-    with opened(engine, preemptive()) as batcher:
-        slow = occupied(engine, batcher)
-        engine.time.run(25.0)  # a block takes 20 ms (the table says 4)
-        urgent = batcher.submit("x", 90.0)
-        engine.time.run(70.0)
-        assert urgent.result(0).met
-        assert urgent.result(0).waited_ms == pytest.approx(15.0)  # to the end of the block
-        assert not any(f.done() for f in slow)
-        engine.time.run()
-        for future in slow:
-            assert future.result(0).latency_ms > urgent.result(0).latency_ms
-        stats = batcher.stats()
-        assert (stats.preempted, stats.met) == (1, 18)
-
-
 def test_a_request_becomes_urgent_when_the_running_batch_falls_behind() -> None:
     """No request arrives in the meantime, so the batch has to look by itself."""
     time = VirtualTime()
@@ -243,19 +225,3 @@ def test_a_worker_that_hangs_in_one_of_two_nested_batches_is_replaced(
         assert urgent.exception(0) is None or urgent_hangs
         assert batcher.stats().hung == 1
         time.wake_all()
-
-
-def test_a_new_request_is_looked_at_between_blocks() -> None:
-    live = Scheduled(preemptive(), slo_ms=500.0, learn=False)
-    for _ in range(16):
-        live.admit("x", FOREVER)
-    job = live.idle()
-    assert job is not None
-    live.admit("patient", 300.0)
-    live.now = 4.0
-    assert live.scheduler.step_done(job, 0.1, live.now) is None
-    live.admit("urgent", 20.0)
-    live.now = 8.0
-    urgent = live.scheduler.step_done(job, 0.2, live.now)
-    assert urgent is not None
-    assert "urgent" in [request.x for request in urgent.part]

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-
-
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from soak import soak
 
 
 def test_every_request_of_a_faulty_day_gets_its_one_outcome() -> None:
-    result = load().soak(24_000)
+    result = soak(24_000)
     counters, faults = result["counters"], result["faulty_runs"]
     assert set(faults) == {"raises", "slow", "hangs", "kills", "memory"}, "every fault was met"
     assert counters["hung"] >= 4

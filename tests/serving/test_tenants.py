@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import os
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_runners import FOREVER, Echo, Sleeping
-from process_runners import TABLE as COMMANDS
-from process_runners import CommandRunner, command
 from virtual_time import VirtualTime
 
 from subnetact.errors import (
     BatcherClosed,
-    BatchFailed,
     DeadlinePassed,
     InvalidRequest,
     PolicyError,
@@ -53,37 +47,21 @@ def opened(time: VirtualTime, several: list[Tenant], workers: int = 1) -> Tenant
 # -- turns -----------------------------------------------------------------------------------------------
 
 
-def test_turns_go_to_whoever_used_the_least_of_its_share() -> None:
-    turns, got, now = Turns({"a": 3.0, "b": 1.0}), [], 0.0
-    wanted = {name: Turn(0, name) for name in "ab"}
-    for _ in range(120):
-        for turn in wanted.values():  # both always want the worker
-            turns.want(turn)
-        began = [turn for turn in wanted.values() if turns.begin(turn, now)]
-        assert len(began) == 1
-        got.append(began[0].name)
-        now += 2.0
-        with turns.lock:
-            turns.end(began[0], now)
-    assert got.count("a") == pytest.approx(90, abs=1)
-    assert turns.used_ms == {name: 2.0 * got.count(name) for name in "ab"}
-
-
-def test_nobody_saves_up_a_claim() -> None:
-    turns, now, began = Turns({"a": 1.0, "b": 1.0}), 0.0, []
-    own, other = Turn(0, "a"), Turn(0, "b")
-    for step in range(40):
-        if step >= 20:  # b was away, and starts where a is now
-            turns.want(other)
-        turns.want(own)
-        turn = next(turn for turn in (own, other) if turns.begin(turn, now))
-        now += 2.0
-        with turns.lock:
-            turns.end(turn, now)
-            turns.end(turn, now + 100.0)  # a second end changes nothing
-        began.append(turn.name)
-    assert began[:20] == ["a"] * 20
-    assert began[20:].count("a") == pytest.approx(10, abs=1)
+def test_turns_go_to_whoever_used_the_least_of_its_share_and_nobody_saves_up_a_claim() -> None:
+    turns, now = Turns({"a": 3.0, "b": 1.0, "late": 1.0}), 0.0
+    wanted = {name: Turn(0, name) for name in ("a", "b", "late")}
+    for wanting, shares in (("ab", {"a": 90, "b": 30}), (("b", "late"), {"b": 60, "late": 60})):
+        got = []
+        for _ in range(120):
+            for name in wanting:
+                turns.want(wanted[name])
+            (turn,) = (wanted[name] for name in wanting if turns.begin(wanted[name], now))
+            got.append(turn.name)
+            now += 2.0
+            with turns.lock:
+                turns.end(turn, now)
+                turns.end(turn, now + 100.0)  # a second end changes nothing
+        assert {name: got.count(name) for name in wanting} == pytest.approx(shares, abs=1)
     assert sum(turns.used_ms.values()) == now
 
 
@@ -184,27 +162,6 @@ def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
     assert waiting.result(0).output == "x"
     assert isinstance(held.exception(0), DeadlinePassed)
     gate.set()
-
-
-def test_a_tenant_may_run_in_processes_beside_one_that_fails_in_threads(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise SystemExit("killed")
-
-    async def ask() -> tuple[list[Any], list[Any]]:
-        asked = [batcher.infer("apart", command("pid"), FOREVER) for _ in range(10)]
-        bad = [batcher.infer("second", fail, FOREVER) for _ in range(2)]
-        good = [batcher.infer("second", os.getpid, FOREVER) for _ in range(10)]
-        answers = await asyncio.gather(*asked, *good, *bad, return_exceptions=True)
-        return answers[:20], answers[20:]
-
-    apart = {"process": True, "spares": 0, "learn": False}
-    one = Tenant("apart", CommandRunner(tmp_path), 80.0, COMMANDS, options=apart)
-    with TenantBatcher([one, tenants()[1]]) as batcher:
-        answers, failures = asyncio.run(ask())
-        ids = [int(np.ravel(answer.output)[0]) for answer in answers]
-        assert set(ids[:10]) == set(batcher.batcher("apart").processes) != {os.getpid()}
-        assert set(ids[10:]) == {os.getpid()}
-        assert all(isinstance(failure, BatchFailed) for failure in failures)
 
 
 def replay(

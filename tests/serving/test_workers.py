@@ -264,19 +264,22 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_event_loop_that_is_gone_harms_nobody() -> None:
-    engine = Echo()
+    engine, kept = Echo(), list[weakref.ref[Any]]()
     with opened(engine) as batcher:
         engine.held(batcher)
 
         async def leave() -> None:
             asyncio.ensure_future(batcher.infer(1, FOREVER)).add_done_callback(lambda t: t.cancelled())
             await asyncio.sleep(0)
+            kept.append(weakref.ref(asyncio.get_running_loop()))
 
         asyncio.run(leave())
         engine.gate.set()
         assert batcher.submit(2, FOREVER).result(20).output == 2
         assert batcher.drain(20)
         assert batcher.stats().cancelled == 1
+        gc.collect()
+        assert kept[0]() is None
 
 
 def test_a_cancelled_request_takes_no_outcome_of_one_that_was_dropped_for_it(wait_for: Any) -> None:
