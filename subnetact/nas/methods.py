@@ -23,6 +23,8 @@ ENUMERABLE_SPACE = 1_000_000
 """The most subnets of a space that an exhaustive search takes, or one that finds no new ones by chance."""
 CHILDREN_PER_EVALUATION = 30
 """Children that the surrogate compares for each child that is evaluated."""
+COMPARED_SPACE = 2_000
+"""The most subnets of a space that the surrogate compares all in every generation, without children."""
 LARGEST_TRAINING_SET = 300
 """Evaluated subnets that the surrogate is fitted to, at most: the Pareto front, then the newest ones."""
 CROSSED_SHARE = 0.9
@@ -63,8 +65,11 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
         return _new(state, variation.initial(max(3, count // 3)), count)
     specs, costs = list(state.found), state.costs()
     front = state.rng.permutation(non_dominated(costs))  # It may have more than the training set takes.
-    bred = _children(variation, [specs[i] for i in front])
-    children = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
+    if surrogate and state.space.size() <= COMPARED_SPACE:
+        children = exhaust(state, COMPARED_SPACE)
+    else:
+        bred = _children(variation, [specs[i] for i in front])
+        children = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
     if len(children) <= count:
         return children
     newest = range(len(state.found) - 1, -1, -1)
