@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,11 @@ from reference_statistics import reference_statistics
 from safetensors.torch import save_file
 from torch import nn
 
-import subnetact
 from subnetact import calibrate
 from subnetact.calibration.calibration_norm import batch_statistics
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.operators import SubnetNorm, WeightSlice
-from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
@@ -32,44 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSu
 
 def specs_of(supernet: Supernet) -> list[SubnetSpec]:
     return [supernet.space.smallest(), supernet.space.sample(1), supernet.space.sample(2)]
-
-
-def by_hand(network: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Apply the averaging rule to an extracted network, one BatchNorm after another."""
-    sums: dict[str, list[torch.Tensor]] = {}
-
-    def hook(name: str, norm: nn.Module) -> None:
-        def normalise(module: nn.Module, args: tuple[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
-            (x,) = args
-            mean = x.mean((0, 2, 3))
-            var = (x - mean.view(1, -1, 1, 1)).square().mean((0, 2, 3))
-            total = sums.setdefault(name, [torch.zeros(()), torch.zeros_like(mean), torch.zeros_like(var)])
-            total[0] += len(x)
-            total[1] += len(x) * mean
-            total[2] += len(x) * var
-            return nn.functional.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
-
-        norm.register_forward_hook(normalise)
-
-    for name, module in network.named_modules():
-        if is_batch_norm(module):
-            hook(name, module)
-    with torch.no_grad():
-        for batch in BATCHES:
-            network(batch)
-    return {name: (mean / n, var / n) for name, (n, mean, var) in sums.items()}
-
-
-def test_statistics_follow_the_weighted_biased_rule(digits: Supernet) -> None:
-    for spec in specs_of(digits):
-        expected = by_hand(digits.extract(spec))
-        calibrate(digits, [spec], BATCHES, progress=False)
-        extracted = digits.extract(spec)
-        assert digits.calibrated(spec)
-        for name, (mean, var) in expected.items():
-            norm = extracted.get_submodule(name)
-            torch.testing.assert_close(norm.running_mean, mean, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(norm.running_var, var, rtol=1e-5, atol=1e-6)
 
 
 def test_calibrating_one_subnet_moves_no_other_by_one_bit(digits: Supernet) -> None:
@@ -198,7 +159,7 @@ def test_a_network_whose_forward_writes_into_its_buffers_is_calibrated() -> None
     """The forward passes of a check and of a calibration write into copies, so no weights change."""
     supernet = one_width(Counting(), {"conv": "out", "norm": "norm"}, (2, 4))
     for spec in supernet.space.enumerate():
-        expected = by_hand(supernet.extract(spec))
+        expected = reference_statistics(copy.deepcopy(supernet), spec, BATCHES, "weighted_biased")
         calibrate(supernet, [spec], BATCHES, progress=False)
         for own, reference in zip(supernet.statistics(spec)["norm"], expected["norm"], strict=True):
             torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
@@ -232,20 +193,6 @@ def test_statistics_are_those_of_one_network_at_a_time(digits: Supernet, rule: s
     assert str(report).startswith(f"{len(set(specs))} subnets on 3 batches in ")
     assert report.seconds > 0
     assert_reference(digits, specs, batches, rule)
-
-
-def test_a_trial_short_of_memory_may_still_share(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(network: Any, x: torch.Tensor) -> torch.Tensor:
-        monkeypatch.undo()
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    specs = [digits.space.smallest(), digits.space.largest()]
-    started = subnetact.calibration.run.CalibrationRun(digits, specs, None, float("inf"))
-    monkeypatch.setattr(type(digits.network), "forward", short)
-    with pytest.raises(torch.OutOfMemoryError):
-        started.prepare(SHARED[0])
-    started.prepare(SHARED[0])
-    assert not started.one_at_a_time
 
 
 def flat(supernet: Supernet, specs: list[SubnetSpec]) -> list[torch.Tensor]:

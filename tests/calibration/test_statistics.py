@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -241,20 +240,6 @@ def test_rows_are_given_with_weights_of_another_dtype_or_without_memory(dtype: t
         torch.testing.assert_close(y, expected, rtol=0, atol=5e-5)
 
 
-def test_a_failed_load_keeps_weights_and_rows(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
-
-    supernet.adopt_statistics()
-    before, norms = supernet.fingerprint(), supernet.norms
-    monkeypatch.setattr(supernet, "adopt_statistics", full)
-    with pytest.raises(MemoryError):
-        supernet.load_state_dict(OTHER)
-    assert supernet.fingerprint() == before
-    assert supernet.norms is norms
-    assert len(norms) == 2
-
-
 @pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_load_while_a_view_is_bound_and_its_calibration_are_seen(
@@ -347,24 +332,6 @@ def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     calibrate(supernet, [small], BATCHES, progress=False)
     replica.supernet.norms = supernet.norms
     torch.testing.assert_close(replica(X, 0), engine(X, 0), rtol=1e-3, atol=1e-4)
-
-
-def test_weights_loaded_meanwhile_are_checked(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"norms": supernet.norms}
-    loading = threading.Thread(target=supernet.load_state_dict, args=(OTHER,), kwargs=options)
-    before, checks = supernet.fingerprint(), []
-
-    def check(_: Any, thorough: bool) -> None:
-        checks.append(supernet.fingerprint())
-        if len(checks) == 1:
-            loading.start()
-            loading.join()
-
-    monkeypatch.setattr(supernet, "check", check)
-    for _ in range(3):
-        supernet.check_once(X[:, :, :2])
-    assert checks[0] == before != checks[1]
-    assert len(checks) == 2, "once for each of the weights"
 
 
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 5e-2, torch.float32: 5e-6, torch.float64: 5e-6}

@@ -19,7 +19,6 @@ import subnetact
 import subnetact.costs
 from ofa_adapters import families, load
 from subnetact import Axis, SubnetSpace, insert_
-from subnetact.costs.layers import kind_of
 from subnetact.errors import ForeignSpec, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -263,26 +262,6 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
     for nonsense in ({"x": 3}, "image", None, (3, "wide")):
         with pytest.raises(SpecError, match="example: "):
             subnetact.costs.CostModel(supernet, nonsense)
-
-
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (nn.Conv2d(4, 8, 3), "convolution"),
-        (nn.ConvTranspose2d(4, 8, 3), "convolution"),
-        (nn.Conv1d(4, 8, 1), "pointwise"),
-        (nn.Conv2d(4, 4, 3, groups=4), "depthwise"),
-        (nn.Linear(4, 8), "linear"),
-        (nn.SyncBatchNorm(4), "norm"),
-        (nn.RMSNorm(4), "norm"),
-        (nn.Embedding(4, 8), "other"),
-        (nn.MultiheadAttention(4, 2), "other"),
-        (Crop(), "other"),
-    ],
-    ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else one,
-)
-def test_kinds_follow_from_the_traits_of_layers(layer: nn.Module, kind: str) -> None:
-    assert kind_of(layer) == kind
 
 
 def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from ofa_adapters import identify, load
-from ofa_adapters.networks.dynabert import kept_layers
 from subnetact.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dynabert"
@@ -23,14 +20,6 @@ CONFIG = FACTS["constructor"]
 
 def state() -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / "state_dict.safetensors")
-
-
-def test_depth_is_strided() -> None:
-    assert kept_layers(0.75, 12) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    assert kept_layers(0.5, 12) == [0, 2, 4, 6, 8, 10]
-    assert kept_layers(0.75, 6) == [0, 1, 2, 4]
-    for case in FACTS["cases"]:
-        assert kept_layers(case["config"]["depth_mult"], 6) == case["kept_layers"]
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(6, {0.25: 2, 0.75: 4}), (12, {0.25: 3, 0.75: 9})])
@@ -91,47 +80,6 @@ def test_a_directory_loads_with_its_configuration(file: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a readable configuration"):
         load("dynabert", tmp_path)
-
-
-def roberta_state() -> dict[str, torch.Tensor]:
-    """The golden weights under RoBERTa's names, with its classification head."""
-    found = {}
-    for key, tensor in state().items():
-        key = re.sub(r"^bert\.pooler\.dense\.", "classifier.dense.", key)
-        key = re.sub(r"^classifier\.(weight|bias)$", r"classifier.out_proj.\1", key)
-        found[re.sub(r"^bert\.", "roberta.", key)] = tensor
-    found["roberta.embeddings.token_type_embeddings.weight"] = state()[
-        "bert.embeddings.token_type_embeddings.weight"
-    ][:1]
-    return found
-
-
-def test_roberta_counts_positions_after_its_padding_token() -> None:
-    supernet = load("dynabert", roberta_state(), num_attention_heads=4)
-    network = supernet.network
-    assert (network.first_position, network.norm.eps) == (1, 1e-5)
-    ids = torch.tensor([[5, 9, 7, 11, 1, 1], [4, 8, 15, 16, 23, 42]])
-    mask = (ids != 1).long()
-    s = roberta_state()
-    embeddings = s["roberta.embeddings.position_embeddings.weight"]
-    words = s["roberta.embeddings.word_embeddings.weight"]
-    types = s["roberta.embeddings.token_type_embeddings.weight"][0]
-    positions = torch.tensor([[2, 3, 4, 5, 1, 1], [2, 3, 4, 5, 6, 7]])
-    embedded = F.layer_norm(
-        words[ids] + embeddings[positions] + types,
-        (64,),
-        s["roberta.embeddings.LayerNorm.weight"],
-        s["roberta.embeddings.LayerNorm.bias"],
-        1e-5,
-    )
-    found: list[torch.Tensor] = []
-    view = supernet.subnet(supernet.space.largest())
-    view.layers[0].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    with torch.no_grad():
-        full = view(ids, mask)
-        short = view(ids[:1, :4], mask[:1, :4])
-    torch.testing.assert_close(found[0], embedded, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(full[:1], short, atol=1e-5, rtol=1e-5)  # padding changes nothing
 
 
 def test_live_transformers(written_back: Any) -> None:

@@ -12,7 +12,6 @@ from small_families import small_constructor
 
 import subnetact
 from ofa_adapters import load
-from subnetact.operators import LayerSelect
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -73,55 +72,3 @@ def test_many_at_a_time_equal_one_at_a_time(family: str) -> None:
         for path, pair in expected.items():
             for a, b in zip(found[path], pair, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
-
-
-def resnet_layers(supernet: Supernet, spec: SubnetSpec) -> set[tuple[Any, ...]]:
-    """Every layer of an OFA-ResNet50 up to its last BatchNorm, with all that decides its output."""
-    names = supernet.space.dimensions
-    size = dict(zip(names, supernet.space.resolve(spec), strict=True))
-    layers: set[tuple[Any, ...]] = set()
-    stream: tuple[Any, ...] = ()
-    for i in range(3):
-        if i == 1 and not size["stem.keep"]:
-            continue
-        stream = (*stream, i, size["stem.mid" if i < 2 else "stem.out"])
-        layers |= {("stem.conv", stream), ("stem.bn", stream)}
-    layers.add(("pool", stream))
-    blocks = supernet.network.get_submodule("blocks")
-    assert isinstance(blocks, LayerSelect)
-    stage = 0
-    for i, block in enumerate(blocks.children()):
-        first = block.downsample is not None
-        stage += first
-        if not size[f"block{i}.keep"]:
-            continue
-        mid, out = size[f"block{i}.mid"], size[f"stage{stage}"]
-        if first:
-            layers |= {(what, i, stream) for what in ("shortcut.pool",)}
-            layers |= {(what, i, stream, out) for what in ("shortcut.conv", "shortcut.bn")}
-        layers |= {(what, i, stream, mid) for what in ("conv1", "bn1", "conv2", "bn2")}
-        layers |= {(what, i, stream, mid, out) for what in ("conv3", "bn3")}
-        stream = (*stream, "block", i, mid, out)
-    return layers
-
-
-def test_every_distinct_layer_is_computed_once() -> None:
-    torch.manual_seed(0)
-    supernet = load("ofa_resnet50", None, **small_constructor("ofa_resnet50"))
-    specs = list(dict.fromkeys(neighbours(supernet, 6)))
-    per_subnet = [resnet_layers(supernet, spec) for spec in specs]
-    distinct = set().union(*per_subnet)
-    x = torch.randn(5, 3, 32, 32)
-    report = subnetact.calibrate(supernet, specs, [x, x], False)
-    assert report.layers_computed == 2 * len(distinct)
-    assert report.layers_alone == 2 * sum(map(len, per_subnet))
-    norms = sum("bn" in layer[0] for layer in distinct)
-    statistics = {
-        (path, *(tuple(part.tolist()) for part in pair))
-        for spec in specs
-        for path, pair in supernet.statistics(spec).items()
-    }
-    assert len(statistics) == norms
-    assert report.saved > 0.15
-    subnets_norms = sum(sum("bn" in layer[0] for layer in layers) for layers in per_subnet)
-    assert sum(len(supernet.norms.get(spec).channels) for spec in specs) == subnets_norms

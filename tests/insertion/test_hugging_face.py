@@ -12,7 +12,6 @@ from torch import nn
 import subnetact
 import subnetact.insertion
 from subnetact.errors import InsertError
-from subnetact.insertion import hugging_face
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,10 +178,3 @@ def test_quantised_weights_are_refused() -> None:
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(InsertError, match=r"layers\.1\.mlp\.up_proj is quantised; dequantise it first"):
         subnetact.describe(model, TOKENS)
-
-
-@pytest.mark.parametrize(("stack", "counts"), [("decoder.block", (4, 2)), ("encoder.block", (2, 4))])
-def test_layers_that_a_decoder_skips_are_its_own(stack: str, counts: tuple[int, int]) -> None:
-    config = transformers.T5Config(num_layers=4, num_decoder_layers=4)
-    hugging_face._shorten(config, stack, 4, [0, 3])
-    assert (config.num_layers, config.num_decoder_layers) == counts

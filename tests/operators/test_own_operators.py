@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import seeded
 
 import subnetact
 from subnetact.costs.model import CostModel
@@ -121,25 +122,15 @@ def test_it_is_described_counted_calibrated_served_and_sorted(supernet: Supernet
     assert set(map(tuple, layer.weight.tolist())) == rows
 
 
-class Pair(nn.Module):
-    """A network of one bilinear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Bilinear(3, 4, 8)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.layer(x, y)
-
-
 def test_the_documented_operator_works() -> None:
     page = inspect.getdoc(base) or ""
     code = page[page.index("    class BilinearSlice") : page.index("`BilinearSlice.on(")]
     names: dict[str, Any] = {"Operator": Operator, "nn": nn, "LayerTraits": LayerTraits}
     names["register_layer"] = register_layer
     exec(textwrap.dedent(code), names)
-    pair, space = Pair().eval(), space_of(width=[3, 8])
-    x, y, layer = torch.randn(5, 3), torch.randn(5, 4), pair.layer
+    layer, space = nn.Bilinear(3, 4, 8), space_of(width=[3, 8])
+    pair = seeded(lambda m, x, y: m.layer(x, y), layer=layer)
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
     expected = layer(x, y)[:, :3]
     supernet = subnetact.insert_(pair, space, {"layer": names["BilinearSlice"].on(out="width")})
     view: Any = supernet.subnet(space.smallest())
@@ -171,18 +162,6 @@ class Interleaved(Operator):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, int]:
         return {"out_channels": sizes[0]}
-
-
-class Reading(nn.Module):
-    """Reads the weight of its convolution itself, as attention layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(6, 8, 1)
-        self.norm = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) + F.conv2d(x, self.conv.weight, self.conv.bias)
 
 
 def interleaved(network: nn.Module, name: str) -> Supernet:
@@ -224,7 +203,8 @@ def test_views_that_a_user_holds_follow_changes_in_place_and_copy_nothing_while_
 
 
 def test_weights_that_another_module_reads_follow_too() -> None:
-    supernet = interleaved(Reading(), "conv")
+    twice = lambda m, x: m.conv(x) + F.conv2d(x, m.conv.weight, m.conv.bias)  # noqa: E731
+    supernet = interleaved(seeded(twice, conv=nn.Conv2d(6, 8, 1)), "conv")
     view = supernet.subnet(supernet.space.smallest())
     change(supernet)
     torch.testing.assert_close(view(IMAGES), 2 * expected(supernet), rtol=0, atol=1e-5)
@@ -238,15 +218,6 @@ def test_training_reaches_the_full_weights_through_a_copying_rule() -> None:
 
 
 # -- files ---------------------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Gated(5, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
 
 
 def description(operator: type[Operator]) -> Description:
@@ -266,17 +237,19 @@ def test_descriptions_name_operators_so_that_they_are_found_again(operator: type
 
 
 def test_bundles_and_engines_with_own_operators_open_again(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    supernet = subnetact.insert_(Network().eval(), example=X)
+    def own() -> nn.Module:
+        return seeded(lambda m, x: m.last(m.first(x).relu()), first=Gated(5, 8), last=(8, 3))
+
+    supernet = subnetact.insert_(own(), example=X)
     spec = supernet.space.smallest()
     supernet.save_pretrained(tmp_path / "bundle")
     subnetact.Engine(supernet, [spec], example=X).save(tmp_path / "engine")
     first, last = supernet.network.first, supernet.network.last
     hidden = F.linear(X, first.weight[:4]) * first.gain[:4]
     result = F.linear(hidden.relu(), last.weight[:, :4], last.bias)
-    opened: Any = subnetact.from_pretrained(tmp_path / "bundle", model=Network().eval())
+    opened: Any = subnetact.from_pretrained(tmp_path / "bundle", model=own())
     torch.testing.assert_close(opened(X, subnet=spec), result)
-    engine = subnetact.Engine.load(tmp_path / "engine", supernet=Network().eval())
+    engine = subnetact.Engine.load(tmp_path / "engine", supernet=own())
     torch.testing.assert_close(engine(X, 0), result)
 
 
@@ -284,7 +257,7 @@ def test_reading_imports_nothing_and_says_what_is_missing(tmp_path: Path, monkey
     (tmp_path / "slices_of_mine.py").write_text("raise SystemExit('it was imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     text = description(OwnSlice).to_json()
-    for missing in ("slices_of_mine:OwnSlice", f"{__name__}:Other", f"{__name__}:Network", f"{__name__}:X.T"):
+    for missing in ("slices_of_mine:OwnSlice", f"{__name__}:Other", f"{__name__}:Gated", f"{__name__}:X.T"):
         changed = text.replace(f"{__name__}:OwnSlice", missing)
         with pytest.raises(FileFormatError, match=missing):
             Description.from_json(changed)

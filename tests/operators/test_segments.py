@@ -308,17 +308,6 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
         assert found(x).isfinite().all()
 
 
-def test_segments_are_data() -> None:
-    segments = Segments(("heads", 768), (None, 64))
-    assert segments == Segments(*segments.segments) == copy.deepcopy(segments)
-    assert hash(Segments(*segments.segments)) == hash(segments)
-    assert str(WeightSlice.on(out=segments)) == "WeightSlice(out=heads[768] + whole[64])"
-    assert segments.lengths == (768, 64)
-
-
-# -- copies, engines and files ------------------------------------------------------------------------
-
-
 def test_copies_are_made_once_per_layer_and_slice() -> None:
     _, supernet = dense()
     assert supernet.packed_bytes() == 0
@@ -371,11 +360,12 @@ def test_views_engines_and_programs_follow_the_weights(case: Case, budget: int) 
             supernet.load_state_dict({n: t * 1.1 for n, t in supernet.state_dict().items()})
 
 
-@EVERY
-def test_exported_files_equal_the_views(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["joined", "dense"])
+def test_exported_files_equal_the_views(name: str, tmp_path: Path) -> None:
     from subnetact.export import load_exported, to_onnx, to_torchscript
 
     pytest.importorskip("onnxruntime")
+    case = CASES[name]
     _, supernet = case.make()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     engine = plain_engine(supernet, specs, case.x)

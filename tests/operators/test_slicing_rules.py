@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 from subnetact import SubnetSpec, Supernet, insert_
 from subnetact.operators import (
@@ -191,34 +193,6 @@ def test_a_norm_that_finds_no_memory_is_not_called_another_norm() -> None:
 # -- parameters and numbers of modules with submodules ----------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """A block with scales beside its layers, as in ConvNeXt."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, width, 1)
-        self.drop = nn.Dropout(0.5)
-        self.gamma = nn.Parameter(torch.ones(width))
-        self.layer_scale = nn.Parameter(torch.ones(width, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x) * self.layer_scale
-        return (x.permute(0, 2, 3, 1) * self.gamma).permute(0, 3, 1, 2)
-
-
-def test_own_parameters_of_a_block_with_layers() -> None:
-    full = randomised(Scaled())
-    block = ElasticAttribute.on(gamma="w", **{"layer_scale.0": "w"})
-    elastic = {"0": block, "0.conv": WeightSlice.on(out="w")}
-    supernet = supernet_of(nn.Sequential(copy.deepcopy(full)), elastic, w=[5, 8])
-    pruned = Scaled(5)
-    pruned.load_state_dict({name: t[:5] for name, t in full.state_dict().items()})
-    x = torch.randn(2, 3, 4, 4)
-    view = same(supernet, x, pruned(x), supernet.space.smallest())
-    assert view[0].layer_scale.shape == (5, 1, 1)
-    assert list(supernet.state_dict()) == [f"0.{name}" for name in full.state_dict()]
-
-
 class Tokens(nn.Module):
     """A network with parameters and a number of its own, as timm's VisionTransformer."""
 
@@ -257,28 +231,10 @@ def test_own_parameters_and_numbers_of_the_network_itself() -> None:
     same(supernet, x, full(x), supernet.space.largest())
 
 
-class Settings:
-    """What a configuration states."""
-
-    def __init__(self) -> None:
-        self.heads = 4
-        self.name = "settings"
-
-
-class Configured(nn.Module):
-    """A network that reads a number of its configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Settings()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)[..., : 2 * self.config.heads].unflatten(-1, (self.config.heads, 2))
-
-
 def test_a_number_that_a_configuration_states() -> None:
-    full = randomised(Configured())
+    read = lambda m, x: m.linear(x)[..., : 2 * m.config.heads].unflatten(-1, (m.config.heads, 2))  # noqa: E731
+    config = SimpleNamespace(heads=4, name="settings")
+    full: Any = randomised(Written(read, linear=(8, 8), config=config))
     supernet = supernet_of(copy.deepcopy(full), {"": ElasticAttribute.on(**{"config.heads": "h"})}, h=[2, 4])
     x, space = torch.randn(3, 8), supernet.space
     view = same(supernet, x, full.linear(x)[..., :4].unflatten(-1, (2, 2)), space.smallest())
@@ -289,15 +245,9 @@ def test_a_number_that_a_configuration_states() -> None:
 # -- nn.MultiheadAttention ------------------------------------------------------------------------------
 
 
-class Attending(nn.Module):
-    """A network that calls attention with whatever options its test sets."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, **{"batch_first": True, **options})
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        return self.attention(x, x, x, **options)[0]
+def attending(**options: Any) -> nn.Module:
+    attention = nn.MultiheadAttention(12, 3, **{"batch_first": True, **options})
+    return randomised(Written(lambda m, x: m.attention(x, x, x)[0], attention=attention))
 
 
 def heads_of(full: nn.Module) -> Supernet:
@@ -316,7 +266,7 @@ KINDS: list[dict[str, bool]] = [
 )
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_an_attention_keeps_its_first_heads(kind: dict[str, bool], masked: str) -> None:
-    full: Any = randomised(Attending(**kind))
+    full: Any = attending(**kind)
     supernet = heads_of(full)
     zeroed = copy.deepcopy(full.attention)
     with torch.no_grad():
@@ -357,16 +307,15 @@ def test_an_attention_keeps_its_first_heads(kind: dict[str, bool], masked: str) 
 
 
 def test_a_causal_hint_without_a_mask_is_refused_as_torch_does() -> None:
-    full = randomised(Attending())
+    full, x = attending(), torch.randn(2, 5, 12)
     supernet = heads_of(full)
     for network in (full, supernet.subnet(supernet.space.spec(h=8))):
-        network.options = {"need_weights": False, "is_causal": True}  # A view takes attributes, too.
         with pytest.raises(RuntimeError, match="Need attn_mask"):
-            network(torch.randn(2, 5, 12), **network.options)
+            network.attention(x, x, x, need_weights=False, is_causal=True)
 
 
 def test_attention_with_narrower_inputs_is_a_smaller_attention() -> None:
-    full: Any = randomised(Attending())
+    full: Any = attending()
     both = {"out": "h", "in_": "h"}
     elastic = {"attention": AttentionSlice.on(**both), "attention.out_proj": WeightSlice.on(**both)}
     supernet = supernet_of(copy.deepcopy(full), elastic, h=[4, 8, 12])

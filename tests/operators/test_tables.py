@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import subnetact
-from subnetact.operators import AttentionSlice, LayerNormSlice, SubnetNorm, WeightSlice, vocabulary
-from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import is_layer, runs_as, traits_of
-from subnetact.operators.operation_traits import BY_CALL, OPERATIONS, OperationTraits, operation_of, spellings
+from subnetact.operators.operation_traits import OPERATIONS, operation_of, spellings
 from subnetact.supernet.elementwise import elementwise, writes
 
 
@@ -38,37 +36,6 @@ def test_a_derived_class_has_the_traits_of_its_base_and_may_have_another_forward
     assert not is_layer(Wider(1, 1, 1), derived=False)
     assert traits_of(nn.Module).kind == traits_of(nn.Sequential()).kind == "container"
     assert traits_of(type("Own", (nn.Module,), {})).kind == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("layer", "operator", "weight"),
-    [
-        (nn.Linear(3, 2), WeightSlice, ("out", "in_")),
-        (nn.ConvTranspose2d(3, 2, 1), WeightSlice, ("in_", "out")),
-        (nn.Embedding(3, 2), WeightSlice, ("in_", "out")),
-        (nn.MultiheadAttention(4, 2), AttentionSlice, ()),
-        (nn.BatchNorm2d(3), SubnetNorm, ("channels",)),
-        (nn.GroupNorm(1, 3), LayerNormSlice, ("features",)),
-    ],
-)
-def test_the_table_says_who_slices_a_layer_and_how(
-    layer: nn.Module, operator: type, weight: tuple[str, ...]
-) -> None:
-    traits = traits_of(layer)
-    assert slicer_of(layer) is operator
-    assert traits.axes.get("weight", ()) == weight
-    assert traits.reads in operator.parts
-    for part, attribute in traits.sizes.items():
-        index = weight.index(part)
-        assert getattr(layer, attribute) == layer.weight.shape[index]
-
-
-def test_the_conv1d_of_transformers_is_known_by_its_name() -> None:
-    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
-    layer = pytorch_utils.Conv1D(5, 3)
-    assert slicer_of(layer) is WeightSlice
-    assert traits_of(layer).axes["weight"] == ("in_", "out")
-    assert [getattr(layer, name) for name in traits_of(layer).sizes.values()] == [5, 3]
 
 
 ACTIVATIONS = [names for names, traits in OPERATIONS.items() if traits.kind == "activation" and traits.new]
@@ -120,14 +87,6 @@ def test_settings_hooks_and_derived_layers_make_another_operation() -> None:
     assert [elementwise(node, {"act": act}) for act in (hooked, bound, derived)] == [None] * 3
 
 
-def test_no_function_stands_in_two_rows() -> None:
-    names = [name for row in OPERATIONS for name in row.split()]
-    assert len(names) == len(set(names))
-    assert sum(len(spellings(*row.split())) for row in OPERATIONS) + 2 == len(BY_CALL)
-    assert operation_of("no such function").kind == OperationTraits().kind
-    assert not operation_of(torch.log).finite
-
-
 class Activated(nn.Module):
     """Convolutions; what a user or a tool does to the first one is `change`."""
 
@@ -165,38 +124,3 @@ def test_programs_run_what_tools_have_put_into_a_layer(change: Any) -> None:
     engine = subnetact.Engine(supernet, [space.largest()], example=x[:1], memory_budget_mb=64)
     assert engine.pin(0)
     torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-class SelfAttention(nn.Module):
-    """An attention with a name of its own for its number of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.lanes = 4
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = (layer(x).unflatten(-1, (self.lanes, -1)) for layer in (self.query, self.key, self.value))
-        attended = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts))
-        return self.out(attended.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_family_with_a_name_of_its_own_is_one_row(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if known:
-        monkeypatch.setattr(vocabulary, "HEADS", (*vocabulary.HEADS, "lanes"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), SelfAttention(), nn.Linear(16, 3)).eval()
-    found = subnetact.describe(model, torch.randn(2, 5, 8))
-    heads = [group for group in found.groups.values() if group.axis == "heads"]
-    assert [group.full for group in heads] == [4] * known
-    assert ("1", "lanes") in {(m.module, m.part) for group in heads for m in group.members} or not known
-
-
-def test_fields_that_may_differ_are_those_of_all_meanings() -> None:
-    parts = (vocabulary.CONFIGURED_HEADS, vocabulary.NEURONS, vocabulary.EXPERT_WIDTHS, vocabulary.ROUTED)
-    assert {name for names in parts for name in names} <= set(vocabulary.SIZES)
-    assert set(vocabulary.NEURONS) <= set(vocabulary.PER_LAYER)
-    routed = (vocabulary.EXPERTS, vocabulary.EXPERTS_PER_TOKEN, vocabulary.EXPERT_GROUPS)
-    names = [name for table in routed for name in table]
-    assert len(names) == len(set(names)) == len(vocabulary.ROUTED)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -462,17 +461,6 @@ def test_sources_keep_dtypes_and_inputs_and_own_networks_are_given_again(
     chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
     words = "see --input-shape and --input-dtype"
     refuses(words, *chosen, "--input-dtype", "float32", "--input-shape", "3")
-
-
-def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "profiling"))
-    name = import_module("device_sweep").table_name
-    own = ["--family", "f", "--device", "cpu", "--threads", "1", "--input-shape", "3", "224", "224"]
-    assert name(own).endswith("_f_224px_zero-copy")
-    changed = [*own, "--mode=fused", "--dtype=bfloat16", "--threads=2", "--input-shape", "3", "96", "96"]
-    assert "_2thread_" in name(changed)
-    assert name(changed).endswith("_f_96px_fused_bfloat16")
-    assert name([*own, "--input-shape", "1", "16", "32"]).endswith("_f_1x16x32_zero-copy")
 
 
 def options_for(folder: Path, *more: str) -> list[str]:

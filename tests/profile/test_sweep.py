@@ -332,13 +332,3 @@ def test_work_on_the_cpu_is_seen_and_waiting_for_a_device_is_not(monkeypatch: py
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # a system without /proc
     assert measure(lambda: time.sleep(0.005), cpu, 0, 0)["busy"][0] > 0.5
     assert _waited_s(torch.device("cuda")).tolist() == [0.0, 0.0]
-
-
-def test_the_kernel_says_how_long_threads_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for number, waited_ns in enumerate((1_500_000_000, 500_000_000)):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "schedstat").write_text(f"7000000000 {waited_ns} 12\n")
-    (tmp_path / "ended").mkdir()
-    glob = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda _, pattern: glob(tmp_path, pattern))
-    assert _waited_s(torch.device("cuda")).tolist() == [0.0, 2.0]

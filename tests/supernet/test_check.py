@@ -27,7 +27,6 @@ from subnetact.operators import (
     WeightSlice,
 )
 from subnetact.supernet.check import corners
-from subnetact.supernet.unused_weights import fill_unused_, masked_reference, private_copy, shared_view
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 IMAGES, VECTORS = torch.zeros(1, 3, 6, 6), torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -305,27 +304,6 @@ def test_the_families_pass(family: str) -> None:
     x: Any = {"x": torch.zeros(1, 1, 16, 16)} if family == "digits" else small_inputs(family, 1)
     report = supernet.check(x)
     assert len(report.compared) >= (0 if family in ("slimmable_resnet50", "hydravit") else 1), report
-
-
-def test_the_copy_has_the_value_everywhere_but_in_the_weights_of_the_subnet() -> None:
-    supernet = stack_of_blocks("0", "1", "2")
-    space = supernet.space
-    copy, row = private_copy(supernet.network), space.resolve(space.smallest())
-    fill_unused_(copy, supernet.network, row, float("nan"))
-    filled = copy.state_dict()
-    assert filled.keys() == supernet.state_dict().keys()
-    assert filled["0.weight"][:4].isfinite().all()
-    assert filled["0.weight"][4:].isnan().all()
-    assert filled["1.0.conv.weight"].isfinite().sum() == 4 * 4 * 9
-    assert filled["1.0.norm.running_var"].isnan().tolist() == [False] * 4 + [True] * 4
-    assert filled["1.2.conv.weight"].isnan().all()
-    x = torch.randn(2, 3, 6, 6)
-    expected = supernet.subnet(space.smallest())(x)
-    torch.testing.assert_close(shared_view(copy, row)(x), expected, rtol=0, atol=0)
-    fill_unused_(copy, supernet.network, row, 0.0)
-    reference = masked_reference(copy, supernet.network, row, space.resolve(space.largest()))
-    assert reference.get_submodule("0").out_channels == 8
-    torch.testing.assert_close(reference(x), expected, rtol=5e-5, atol=5e-5)
 
 
 class LastRows(WeightSlice):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import subnetact
 import subnetact.costs
 from subnetact.device import MachineFacts
 from subnetact.digits import load_digits_supernet
-from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.errors import (
     ForeignSpec,
     IllegalChoice,
@@ -29,7 +27,6 @@ from subnetact.errors import (
 )
 from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table, lowered_weight
 from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
-from subnetact.operators.operation_traits import operation_of
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import Axis, SubnetSpace
@@ -497,96 +494,6 @@ def test_an_answer_does_not_depend_on_strange_mates(digits: Supernet, blocks: bo
     x[[1, 2, 4]] = x[0].clone()
     x[[1, 2, 4]] *= 7e7 / x[0].norm()  # Each of them is not huge, but the batch is.
     assert torch.equal(answers(x)[[0, 3]], ordinary[[0, 3]])
-
-
-@pytest.mark.usefixtures("onednn_convolutions")
-def test_packed_int8_convolutions_equal_those_of_the_view() -> None:
-    supernet = load_digits_supernet()
-    space = supernet.enable_precision("int8")
-    view: Any = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
-    for name in ("stages.2.0.conv3", "stages.1.1.conv2", "stages.1.0.conv2", "stages.1.0.downsample.conv"):
-        conv = view.get_submodule(name)
-        assert runs_at_int8(conv)
-        full = supernet.network.get_submodule(name).weight
-        norm = nn.BatchNorm2d(conv.out_channels).eval()
-        for tensor in (norm.weight, norm.bias, norm.running_mean):
-            nn.init.normal_(tensor)
-        packed, plain = Int8Conv(conv, norm, operation_of(torch.relu)), Int8Conv(conv)
-        for n, scale in ((1, 1.0), (4, 30.0)):
-            x = torch.randn(n, conv.in_channels, 8, 8) * scale
-            x = x.contiguous(memory_format=torch.channels_last)
-            with torch.inference_mode():
-                exact = conv(x)
-                right = convolved(conv, full, x)
-                torch.testing.assert_close(exact.double(), right, rtol=5e-5, atol=5e-5 * scale)
-                expected = norm(exact)
-                other = torch.randn_like(exact)
-                total = (expected + other).relu()
-                close = partial(
-                    torch.testing.assert_close, rtol=5e-5, atol=5e-5 * float(expected.abs().max())
-                )
-                close(plain(x), exact)
-                close(packed(x), expected.relu())
-                close(packed(x, other), total)
-                packed.overwrite = True
-                close(packed(x, other), total)
-                packed.overwrite = False
-            close(other, total)
-
-
-def mates() -> Tensor:
-    """Return a batch of samples that have little in common, and some that are no numbers."""
-    x = torch.randn(7, 24, 8, 8)
-    x[1] *= 1e6
-    x[2] *= 1e-6
-    x[3] = 0.0
-    x[4, 0, 0, 0], x[5, 3, 1, 1] = float("nan"), float("inf")
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.usefixtures("onednn_convolutions")
-def test_an_answer_in_a_batch_equals_the_answer_alone(
-    kernel: int, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conv: Any = nn.Conv2d(24, 40, kernel, padding=kernel // 2)
-    low_(conv)
-    run: Any = Int8Conv(conv) if packed else conv
-    x = mates()
-    with torch.inference_mode():
-        together = run(x)
-        for i, one in enumerate(together):
-            if i in (4, 5):
-                assert packed or not one.isfinite().any()
-            else:
-                assert one.isfinite().all()
-                torch.testing.assert_close(one, run(x[i : i + 1])[0], rtol=5e-5, atol=0)
-        monkeypatch.setattr(lowered_weight, "WINDOW_ELEMENTS", 2 * 24 * 10 * 10 * 9)
-        monkeypatch.setattr(lowered_weight, "CHUNK", 1000)
-        torch.testing.assert_close(run(x), together, rtol=5e-5, atol=1e-6, equal_nan=True)
-    assert (together[3] == conv.bias.view(-1, 1, 1)).all()
-
-
-@pytest.mark.usefixtures("onednn_convolutions")
-def test_an_empty_batch_gets_what_its_view_answers(digits: Supernet) -> None:
-    space = digits.space
-    specs = [space.largest(), space.at_precision(space.largest(), "int8")]
-    engine = subnetact.Engine(
-        digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
-    )
-    for pinned in (False, True):
-        for subnet in range(2):
-            assert engine.pin(subnet) if pinned else True
-            view = digits.subnet(specs[subnet])
-            try:
-                with torch.inference_mode():
-                    expected = view(torch.zeros(0, 1, 16, 16))
-            except RuntimeError:
-                with pytest.raises(InvalidRequest, match="N >= 1"):
-                    engine(torch.zeros(0, 1, 16, 16), subnet)
-            else:
-                assert engine(torch.zeros(0, 1, 16, 16), subnet).shape == expected.shape
 
 
 def test_subnets_of_several_inputs_become_programs_at_int8() -> None:

@@ -99,26 +99,3 @@ def test_every_choice_and_every_pair_that_meets_occurs(name: str, choices: Any) 
     for one, other in pairs:
         expected = {(a, b) for a in sizes[one] for b in sizes[other]}
         assert {(row[one], row[other]) for row in rows} == expected, (one, other)
-
-
-def test_one_slot_alone_has_one_subnet_for_every_choice() -> None:
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)).eval()
-    supernet = subnetact.insert_(model, example=torch.randn(2, 8), choices=(0.25, 0.5, 0.75, 1.0))
-    specs = subnet_cover(supernet.network, supernet.space)
-    (axis,) = supernet.space.axes
-    assert specs[0][axis.name] == (0.25,)
-    assert len(specs) == 4
-
-
-@pytest.mark.parametrize(("layers", "most"), [(6, 25), (30, 25)])
-def test_a_deep_decoder_needs_no_more_subnets_than_a_shallow_one(layers: int, most: int) -> None:
-    small_decoders = pytest.importorskip("small_decoders")
-    torch.manual_seed(0)
-    model = small_decoders.small_decoder("LlamaConfig", num_hidden_layers=layers)
-    example = {"input_ids": torch.tensor([[3, 1, 4, 1, 5]]), "use_cache": False}
-    description = subnetact.describe(model, example, proof=False)
-    supernet = subnetact.insert_(model, description.space, description.elastic)
-    specs = subnet_cover(supernet.network, supernet.space)
-    assert len(description.slots) > layers
-    assert specs[0] == supernet.space.smallest()
-    assert len(specs) < most

@@ -199,16 +199,3 @@ def test_cached_views_are_bounded(digits: Supernet) -> None:
     assert [view() is not None for view in views] == [False] * (len(specs) - 3) + [True] * 3
     assert [digits.subnet(spec) for spec in specs[-3:]] == [view() for view in views[-3:]]
     assert digits.subnet(specs[0]) is digits.subnet(specs[0])
-
-
-def test_removed_operators_leave_ordinary_registries_also_in_replaced_modules() -> None:
-    supernet = new_digits_supernet()
-    own = list(supernet.network.modules())
-    supernet(X)
-    first, supernet.network.classifier = supernet.network.classifier, nn.Linear(192, 10)
-    supernet(X)
-    own += [m for m in supernet.network.modules() if m not in own]
-    network = supernet.remove()
-    for module in (*own, *network.modules(), first, first.template):
-        for name in ("_parameters", "_buffers", "_modules"):
-            assert type(module.__dict__[name]) is dict, (type(module).__name__, name)

@@ -20,7 +20,6 @@ import subnetact
 from subnetact import Engine, insert_
 from subnetact.errors import CheckpointError, StaleWeights
 from subnetact.operators import WeightSlice
-from subnetact.supernet import supernet as supernet_module
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
@@ -329,20 +328,6 @@ def run_beside(act: Callable[[], Any], network: Blocking, other: Callable[[], An
 def test_others_go_on_during_a_check_which_holds_for_the_weights_that_it_began_with(name: str) -> None:
     supernet, network = blocking()
     run_beside(lambda: getattr(supernet, name)(IMAGES), network, lambda: others(supernet))
-
-
-def test_others_go_on_during_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    supernet, network = blocking()
-    engine, original = Engine(supernet, [supernet.space.smallest()], example=IMAGES), supernet.fingerprint()
-    usual, view = supernet_module.fingerprint_of, supernet.subnet(supernet.space.largest())
-
-    def slow(space: str, state: Any) -> str:
-        view(IMAGES)
-        return usual(space, state)
-
-    monkeypatch.setattr(supernet_module, "fingerprint_of", slow)
-    run_beside(lambda: engine.fingerprint, network, lambda: others(supernet))
-    assert engine.fingerprint == supernet.fingerprint() != original
 
 
 def test_other_calls_run_views_while_a_program_is_made() -> None:
