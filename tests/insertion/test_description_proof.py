@@ -31,7 +31,6 @@ from subnetact.supernet.supernet import Supernet
 VECTORS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 STATES = torch.randn(64, 8, generator=torch.Generator().manual_seed(2))
 LINES = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(3))
-IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(4))
 IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(5))
 UNUSED_AT_ZERO = "unused weights at zero"
 
@@ -88,12 +87,6 @@ def shortcut(m: Any, x: Tensor) -> Tensor:
     return m.head(m.c(y + h if y.shape == h.shape else y).relu())
 
 
-def image_shortcut(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x).relu()
-    y = m.b(h).relu()
-    return m.head(m.c(y + h if y.shape == h.shape else y).relu().mean((2, 3)))
-
-
 def counted_sizes(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     y, z = m.b(h).relu(), m.c(h).relu()
@@ -103,36 +96,22 @@ def counted_sizes(m: Any, x: Tensor) -> Tensor:
 
 MIDDLE = {"a": (8, 32), "b": (32, 48), "c": (48, 16), "head": (16, 5)}
 SIDES = {"a": (8, 32), "b": (32, 48), "c": (32, 48), "head": (96, 5)}
-CONVOLUTIONS = {
-    "a": partial(nn.Conv2d, 3, 16, 3),
-    "b": partial(nn.Conv2d, 16, 24, 1),
-    "c": partial(nn.Conv2d, 24, 16, 1),
-    "head": (16, 5),
-}
 
 
 @pytest.mark.parametrize(
-    ("compute", "parts", "x", "choices", "culprits", "innocent"),
+    ("compute", "parts", "choices", "culprits", "innocent"),
     [
-        (shortcut, MIDDLE, VECTORS, {"a": [24, 32], "b": [24, 48], "c": [8, 16]}, "ab", "c"),
-        (shortcut, MIDDLE, VECTORS, {"a": [8, 24, 32], "b": [24, 40, 48], "c": [8, 12, 16]}, "ab", "c"),
-        (
-            image_shortcut,
-            CONVOLUTIONS,
-            IMAGES,
-            {"a": [8, 12, 16], "b": [12, 20, 24], "c": [8, 16]},
-            "ab",
-            "c",
-        ),
-        (counted_sizes, SIDES, VECTORS, {"b": [24, 48], "c": [24, 48], "a": [8, 32]}, "bc", "a"),
+        (shortcut, MIDDLE, {"a": [24, 32], "b": [24, 48], "c": [8, 16]}, "ab", "c"),
+        (shortcut, MIDDLE, {"a": [8, 24, 32], "b": [24, 40, 48], "c": [8, 12, 16]}, "ab", "c"),
+        (counted_sizes, SIDES, {"b": [24, 48], "c": [24, 48], "a": [8, 32]}, "bc", "a"),
     ],
-    ids=["linear", "choice in the middle", "convolutions", "sum of sizes"],
+    ids=["linear", "choice in the middle", "sum of sizes"],
 )
 def test_two_groups_that_are_wrong_only_together_are_refused_by_name_and_a_third_one_is_not(
-    compute: Any, parts: Any, x: Tensor, choices: dict[str, list[int]], culprits: str, innocent: str
+    compute: Any, parts: Any, choices: dict[str, list[int]], culprits: str, innocent: str
 ) -> None:
     patterns = {f"{name}.*": sizes for name, sizes in choices.items()}
-    elastic, refused = inserted(seeded(compute, **parts), x, x, choices=patterns)
+    elastic, refused = inserted(seeded(compute, **parts), VECTORS, VECTORS, choices=patterns)
     wrong = {name: why for name, why in refused.items() if UNUSED_AT_ZERO in why}
     assert {name.split(".")[0] for name in wrong} == set(culprits)
     assert all(f"together with {' and '.join(list(wrong)[:-1])}" in why for why in wrong.values())
@@ -166,7 +145,7 @@ def turned(y: Tensor) -> Tensor:
     return y.neg().neg()
 
 
-@pytest.mark.parametrize("function", [torch.clone, turned, torch.Tensor.contiguous, lambda y: y + 0])
+@pytest.mark.parametrize("function", [torch.clone, turned])
 @pytest.mark.parametrize(
     ("share_of_a", "least", "culprits"), [(0, 28, {"b.ffn"}), (1, 60, {"a.ffn", "b.ffn"}), (1, 40, "both")]
 )
@@ -204,20 +183,12 @@ def pointer(m: Any, x: Tensor, masked: Tensor) -> Tensor:
     return (torch.einsum("bc,btc->bt", q, k) / q.shape[-1] ** 0.5).masked_fill(masked, m.least)
 
 
-def constant_beside(m: Any, x: Tensor, masked: Tensor) -> Tensor:
-    h = m.k(m.e(x).relu()).relu()
-    scores = (m.q(h) * h.shape[-1]).mean(1)
-    constant = torch.full((len(scores), 1), m.least)
-    return torch.cat([scores, torch.where(masked[:, :1], constant, 0.0)], 1)
-
-
-@pytest.mark.parametrize("least", [-1e9, -1e4, float(torch.finfo(torch.float32).min), 1e6, -math.inf])
-@pytest.mark.parametrize(("compute", "width"), [(pointer, 7), (constant_beside, 7)])
-def test_a_large_number_in_an_output_hides_nothing(compute: Any, width: int, least: float) -> None:
+@pytest.mark.parametrize("least", [-1e9, float(torch.finfo(torch.float32).min), 1e6, -math.inf])
+def test_a_large_number_in_an_output_hides_nothing(least: float) -> None:
     def model() -> nn.Module:
-        return seeded(compute, e=(8, 32), q=(32, 32), k=(32, 32), least=least)
+        return seeded(pointer, e=(8, 32), q=(32, 32), k=(32, 32), least=least)
 
-    masked = torch.zeros(2, width, dtype=torch.bool)
+    masked = torch.zeros(2, 7, dtype=torch.bool)
     some = masked.clone()
     some[0, :2] = some[1, :1] = True
     without = inserted(model(), (LINES, masked), (LINES, masked))
@@ -249,10 +220,8 @@ class Slotted:
 
 OBJECTS: dict[str, Callable[[Tensor], Any]] = {
     "Normal": lambda t: Normal(t, 0.1, validate_args=False),
-    "Normal with one spread": lambda t: Normal(t, torch.tensor(0.1), validate_args=False),
     "Categorical": lambda t: Categorical(logits=t, validate_args=False),
     "dataclass": Scores,
-    "dataclass in a list": lambda t: [Scores(t)],
     "object": Plain,
     "slots": Slotted,
     "numpy": lambda t: t.detach().numpy(),
@@ -527,59 +496,43 @@ class Equalised(nn.Linear):
         return F.linear(input, self.weight / math.sqrt(self.weight.shape[1]), self.bias)
 
 
-class AveragingConv(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input / input.shape[1])
-
-
 class Standardised(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight - self.weight.mean(1, keepdim=True)
         return F.linear(input, weight / (weight.std(1, keepdim=True) + 1e-5), self.bias)
 
 
-class StandardisedConv(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return F.conv2d(input, weight / (weight.std((1, 2, 3), keepdim=True) + 1e-5), self.bias)
-
-
-def with_second(layer: type[nn.Module]) -> tuple[nn.Module, Tensor]:
+def with_second(layer: type[nn.Linear]) -> nn.Module:
     torch.manual_seed(0)
-    if issubclass(layer, nn.Conv2d):
-        last = (nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
-        return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer(16, 16, 1), *last).eval(), IMAGES
-    rest = (nn.ReLU(), nn.Linear(24, 5))
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), layer(32, 24), *rest).eval(), VECTORS
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), layer(32, 24), nn.ReLU(), nn.Linear(24, 5)).eval()
 
 
-@pytest.mark.parametrize("layer", [Scaled, Equalised, AveragingConv])
-def test_a_layer_that_scales_by_its_size_keeps_all_inputs(layer: type[nn.Module]) -> None:
-    model, x = with_second(layer)
+def twin(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose second layer is an ordinary one, which the graph shows to be elastic."""
+    plain: Any = copy.deepcopy(model)
+    plain[2].__class__ = nn.Linear
+    return plain  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layer", [Scaled, Equalised])
+def test_a_layer_that_scales_by_its_size_keeps_all_inputs(layer: type[nn.Linear]) -> None:
+    model = with_second(layer)
     with pytest.raises(InsertError, match=rf"0\..*{UNUSED_AT_ZERO}"):
-        subnetact.insert_(model, subnetact.describe(twin(model), x), example=x)
-    elastic, refused = inserted(model, x, x)
+        subnetact.insert_(model, subnetact.describe(twin(model), VECTORS), example=VECTORS)
+    elastic, refused = inserted(model, VECTORS, VECTORS)
     assert elastic
     assert all(name.startswith("2.") for name in elastic)
     assert any(name.startswith("0.") and UNUSED_AT_ZERO in why for name, why in refused.items())
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose second layer is an ordinary one, which the graph shows to be elastic."""
-    plain = copy.deepcopy(model)
-    plain[2].__class__ = nn.Conv2d if isinstance(plain[2], nn.Conv2d) else nn.Linear
-    return plain
-
-
-@pytest.mark.parametrize("layer", [Standardised, StandardisedConv])
-def test_a_layer_that_normalises_its_weights_may_have_fewer_inputs(layer: type[nn.Module]) -> None:
-    model, x = with_second(layer)
-    supernet = subnetact.insert_(model, subnetact.describe(twin(model), x), example=x)
+def test_a_layer_that_normalises_its_weights_may_have_fewer_inputs() -> None:
+    model = with_second(Standardised)
+    supernet = subnetact.insert_(model, subnetact.describe(twin(model), VECTORS), example=VECTORS)
     spec = supernet.space.smallest()
     view: Any = supernet.subnet(spec)
-    assert len(view[0].weight) < 32 if layer is not StandardisedConv else len(view[0].weight) < 16
-    fewer: Any = layer(*view[2].weight.shape[1::-1], *((1,) if issubclass(layer, nn.Conv2d) else ()))
+    assert len(view[0].weight) < 32
+    fewer = Standardised(*view[2].weight.shape[1::-1])
     fewer.load_state_dict({"weight": view[2].weight, "bias": view[2].bias})
     pruned = nn.Sequential(view[0], view[1], fewer, *list(view)[3:])
     with torch.no_grad():
-        assert difference(supernet(x, subnet=spec), pruned(x)) < 1e-5
+        assert difference(supernet(VECTORS, subnet=spec), pruned(VECTORS)) < 1e-5

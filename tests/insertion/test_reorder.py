@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from small_families import small_inputs, small_supernet
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 import subnetact
 from subnetact import LayerSelect, SubnetNorm, WeightSlice, reorder_
@@ -39,33 +40,18 @@ def randomised(network: nn.Module) -> nn.Module:
     return network.eval()
 
 
-class Convs(nn.Module):
-    """A stem, two residual blocks with hidden channels, and a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, padding=1)
-        self.blocks = nn.Sequential(Residual(), Residual())
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(6, 8, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(8)
-        self.conv2 = nn.Conv2d(8, 6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True))
+def residual() -> nn.Module:
+    forward = lambda m, x: x + m.conv2(F.relu(m.bn1(m.conv1(x)), inplace=True))  # noqa: E731
+    conv1, bn1 = nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+    return Written(forward, conv1=conv1, bn1=bn1, conv2=nn.Conv2d(8, 6, 1))
 
 
 def convs(keep: bool = False) -> tuple[Any, Supernet]:
+    """Return a stem, two residual blocks with hidden channels, and a classifier."""
     torch.manual_seed(0)
-    network = randomised(Convs())
+    forward = lambda m, x: m.head(m.blocks(m.stem(x)).mean((2, 3)))  # noqa: E731
+    blocks = nn.Sequential(residual(), residual())
+    network = randomised(Written(forward, stem=nn.Conv2d(3, 6, 3, padding=1), blocks=blocks, head=(6, 4)))
     original = copy.deepcopy(network)
     elastic = {"blocks": LayerSelect.on(**{"1": "keep1"})} if keep else {}
     for i in range(2):
@@ -83,7 +69,7 @@ class Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token = Token()
+        self.token = Written(lambda m, x: x + m.token, token=nn.Parameter(torch.randn(16)))
         self.embed = nn.Linear(12, 16)
         self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
         self.qkv, self.proj = nn.Linear(16, 36), nn.Linear(12, 16)
@@ -96,15 +82,6 @@ class Fused(nn.Module):
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return self.head((x + self.down(F.silu(gate) * up)).mean(1))
-
-
-class Token(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.token
 
 
 def fused() -> tuple[Any, Supernet]:
@@ -247,59 +224,42 @@ def test_heads_move_as_a_whole_and_fused_layers_per_segment() -> None:
     assert torch.equal(supernet.state_dict()["token.token"], own["token.token"][columns])
 
 
-class Grouped(nn.Module):
-    """Attention with grouped queries: four query heads of four features share two keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(12, 16)
-        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
-        self.o = nn.Linear(16, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        rotation = torch.linspace(1, 2, 4)  # The features of a head differ, as with rotary embeddings.
-        return x + self.o(F.scaled_dot_product_attention(q * rotation, k, v).transpose(1, 2).flatten(2))
+def grouped_queries(m: Any, x: Tensor) -> Tensor:
+    """Let four query heads of four features share two keys and values."""
+    q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (m.q, m.k, m.v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    rotation = torch.linspace(1, 2, 4)  # The features of a head differ, as with rotary embeddings.
+    return x + m.o(F.scaled_dot_product_attention(q * rotation, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Joined(nn.Module):
-    """Convolutions on both sides of the input, which are concatenated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
-        self.bn, self.mix = nn.BatchNorm2d(13), nn.Conv2d(13, 5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(F.relu(self.bn(torch.cat([self.left(x), x, self.right(x)], 1))))
+def joined() -> nn.Module:
+    """Return convolutions on both sides of the input, which are concatenated."""
+    forward = lambda m, x: m.mix(m.bn(torch.cat([m.left(x), x, m.right(x)], 1)).relu())  # noqa: E731
+    sides = {"left": nn.Conv2d(3, 4, 1), "right": nn.Conv2d(3, 6, 1)}
+    return Written(forward, **sides, bn=nn.BatchNorm2d(13), mix=nn.Conv2d(13, 5, 1))
 
 
-class Encoder(nn.Module):
-    """The attention of torch, and a scale of every neuron."""
+def encoder() -> nn.Module:
+    """Return the attention of torch, and a scale of every neuron."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
-        self.up, self.down = nn.Linear(12, 9), nn.Linear(9, 12)
-        self.gamma = nn.Parameter(torch.randn(9))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x + m.attention(x, x, x, need_weights=False)[0]
+        return x + m.down(F.relu(m.up(x)) * m.gamma)  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.down(F.relu(self.up(x)) * self.gamma)
+    attention, gamma = nn.MultiheadAttention(12, 3, batch_first=True), nn.Parameter(torch.randn(9))
+    return Written(forward, attention=attention, up=(12, 9), down=(9, 12), gamma=gamma)
 
 
-class Tied(nn.Module):
-    """An embedding and a head of one weight."""
+def tied() -> nn.Module:
+    """Return an embedding and a head of one weight."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.mix, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
-        self.head.weight = self.words.weight
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.words(x)
+        return m.head(x + m.mix(x).relu())  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x)
-        return self.head(x + F.relu(self.mix(x)))
+    network: Any = Written(forward, bias=False, words=nn.Embedding(20, 8), mix=(8, 8), head=(8, 20))
+    network.head.weight = network.words.weight
+    return network  # type: ignore[no-any-return]
 
 
 def grouped_convolutions() -> nn.Module:
@@ -333,7 +293,7 @@ class Structure(NamedTuple):
 
 STRUCTURES = {
     "keys and values that query heads share": Structure(
-        Grouped,
+        lambda: Written(grouped_queries, q=(12, 16), k=(12, 8), v=(12, 8), o=(16, 12)),
         {"q": on(out="queries"), "k": on(out="keys"), "v": on(out="keys"), "o": on(in_="queries")},
         lambda v: {"queries": 8 * v["w"], "keys": 4 * v["w"]},
         [1, 2],
@@ -366,7 +326,7 @@ STRUCTURES = {
         {"3.weight": lambda t: t.view(4, 5, 36).flip(1).flatten(1)},
     ),
     "segments behind a concatenation": Structure(
-        Joined,
+        joined,
         {
             **{"left": on(out="left"), "right": on(out="right")},
             **{"bn": SubnetNorm.on(channels=SIDES), "mix": on(in_=SIDES)},
@@ -381,7 +341,7 @@ STRUCTURES = {
         },
     ),
     "heads of torch and scales of neurons": Structure(
-        lambda: nn.Sequential(Encoder(), nn.Linear(12, 2)),
+        lambda: nn.Sequential(encoder(), nn.Linear(12, 2)),
         {
             **{"0": ElasticAttribute.on(gamma="neurons"), "0.up": on(out="neurons")},
             **{"0.down": on(in_="neurons"), "0.attention": AttentionSlice.on(out="heads")},
@@ -397,7 +357,7 @@ STRUCTURES = {
         },
     ),
     "tied weights": Structure(
-        Tied,
+        tied,
         {"words": on(out="w"), "mix": on(in_="w", out="w"), "head": on(in_="w")},
         dict,
         [4, 8],
@@ -563,13 +523,8 @@ class Positions(nn.Module):
         return self.down(F.relu(x)) + (self.side(x) if self.how == "forgotten" else 0)
 
 
-class Residual1d(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.relu(self.up(x)))
+def feeding() -> nn.Module:
+    return Written(lambda m, x: x + m.down(m.up(x).relu()), up=(12, 8), down=(8, 12))
 
 
 def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,9 +554,9 @@ def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.Mo
 )
 def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -> None:
     torch.manual_seed(0)
-    network, at, other = nn.Sequential(Positions(how), Residual1d(), nn.Linear(12, 3)), "0", "1"
+    network, at, other = nn.Sequential(Positions(how), feeding(), nn.Linear(12, 3)), "0", "1"
     if how == "output":
-        network, at, other = nn.Sequential(Residual1d(), Positions(how)), "1", "0"
+        network, at, other = nn.Sequential(feeding(), Positions(how)), "1", "0"
     elastic = {f"{at}.up": on(out="width"), f"{at}.down": on(in_="width")}
     elastic |= {f"{other}.up": on(out="hidden"), f"{other}.down": on(in_="hidden")}
     space = space_of("reorder", lambda v: {**v, "hidden": v["width"]}, width=[4, 8])

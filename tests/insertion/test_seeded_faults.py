@@ -164,9 +164,6 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
         "a reader is forgotten": forgotten("2.in_"),
         "the reader follows the next layer, of as many neurons": moved("2.in_", "2.ffn"),
         "inputs and outputs of a square layer are exchanged": turned("2"),
-        "the outputs of a square layer are narrowed in place of its inputs": all_of(
-            left("2.ffn"), changed("2.in_", part="out")
-        ),
     },
     "residual": {
         "a BatchNorm of the stream is forgotten": forgotten("2.bn2.channels"),
@@ -192,9 +189,6 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
         "queries lose heads, and keys and values do not": left(
             "attention.heads", "attention.q.out", "attention.o.in_", "attention.num_heads"
         ),
-        "keys and values lose heads, and queries do not": left(
-            "attention.heads", "attention.k.out", "attention.v.out", "attention.num_key_value_heads"
-        ),
         "queries have the multiple of keys": changed("attention.q.out", multiple=4),
         "the queries of keys are a half of all heads apart, and not beside each other": all_of(
             in_segments("attention.q.out", 0, 16, total=32), in_segments("attention.o.in_", 0, 16, total=32)
@@ -211,7 +205,6 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
     "normalised": {
         "a LayerNorm is forgotten": forgotten("norm1.features"),
         "an RMSNorm follows the neurons, which are as many": moved("norm2.features", "up.ffn"),
-        "inputs and outputs of a layer of the branch are exchanged": turned("up"),
         "a stream of one feature is broadcast to the branch, which is forgotten with its readers": left(
             "stem.stream", "stem.out", "norm1.features", "up.in_"
         ),
@@ -227,19 +220,14 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
     },
     "concatenation": {
         "a segment begins a channel early": changed("last.in_", 11, start=10),
-        "a segment begins a channel late": changed("last.in_", 0, start=1),
-        "a segment of the BatchNorm begins a channel late": changed("bn.channels", 0, start=1),
         "the segment of a convolution is in the place of the input, and the input behind it": all_of(
             changed("last.in_", 11, start=8), changed("bn.channels", 11, start=8)
         ),
-        "the segments are exchanged in the convolution": exchanged("last.in_"),
-        "the segments are exchanged in the BatchNorm": exchanged("bn.channels"),
         "the segments are exchanged everywhere": exchanged("last.in_", "bn.channels"),
         "a segment of the BatchNorm is forgotten": forgotten("bn.channels", 11),
     },
     "encoder": {
         "the token is forgotten": forgotten("token.2"),
-        "inputs and outputs of the heads' projection are exchanged": turned("attention.out_proj"),
         "the inputs of the attention are forgotten": forgotten("attention.in_"),
     },
     "sequence": {
@@ -296,12 +284,6 @@ def part_of_every_group(weight: Tensor, full: Tensor) -> Tensor:
     return full.unflatten(0, (4, -1))[:, : len(weight) // 4].flatten(0, 1)
 
 
-def first_rows_of_all(operator: Operator, found: dict[str, Tensor], sizes: Any, given: Any) -> Any:
-    count = 3 * sizes[0]
-    weight = given["in_proj_weight"][:count, : sizes[1]].unflatten(0, (3, -1))
-    return {**found, "in_proj_weight": weight}
-
-
 def last_statistics(operator: Any, found: tuple[Tensor, Tensor], row: Any) -> tuple[Tensor, ...]:
     buffers = operator._buffers["running_mean"], operator._buffers["running_var"]
     return tuple(full[len(full) - len(part) :] for full, part in zip(buffers, found, strict=True))
@@ -349,16 +331,10 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
             "2",
             narrowed(lambda weight, full: weight * (full.shape[1] / weight.shape[1])),
         ),
-        "rows are in reverse order": ("0", narrowed(lambda w, _: w.flip(0))),
-        "the first row is there twice": (
-            "0",
-            narrowed(lambda weight, _: torch.cat([weight[:1], weight[:-1]])),
-        ),
         "rows are off by one at the size in the middle": ("0", off_by_one_at(12)),
         "rows are off by one if a layer has 8 outputs and 12 inputs": ("2", off_by_one_at(8, 12)),
     },
     "group normed": {
-        "filters are off by one at the size in the middle": ("0", off_by_one_at(12)),
         "the last scales are kept": ("1", shifted(LAST, "weight")),
         "the number of groups stays": ("1", stays("num_groups"), "attributes"),
     },
@@ -373,16 +349,11 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
     "concatenation": {
         "statistics of segments are those of the first channels": ("bn", first_channels, "gather"),
         "a segment begins a channel early": ("last", early, "kept_parts"),
-        "inputs are in reverse order": ("last", narrowed(lambda weight, _: weight.flip(1))),
     },
     "fused attention": {
         "the first rows are kept in place of those of every segment": (
             "attention.qkv",
             narrowed(lambda weight, full: full[: len(weight)]),
-        ),
-        "keys are values and values are keys": (
-            "attention.qkv",
-            narrowed(lambda weight, _: weight.unflatten(0, (3, -1))[[0, 2, 1]].flatten(0, 1)),
         ),
         "the number of heads stays": ("attention", stays("num_heads"), "attributes"),
     },
@@ -403,10 +374,6 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "tied": {"columns of an embedding are off by one": ("embedding", shifted(1, "weight", axis=1))},
     "encoder": {
-        "the first rows are kept in place of those of queries, keys and values": (
-            "attention",
-            first_rows_of_all,
-        ),
         "the number of heads stays": ("attention", stays("num_heads"), "attributes"),
         "the token is off by one": ("", shifted(1, "token", axis=2)),
     },
@@ -417,10 +384,6 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
     "normalised": {
         "the scale of a LayerNorm is off by one": ("norm1", shifted(1, "weight")),
         "the shift of a LayerNorm is forgotten": ("norm1", without_bias),
-        "the scale of an RMSNorm grows by what is left out": (
-            "norm2",
-            narrowed(lambda weight, full: weight * len(full) / len(weight)),
-        ),
     },
 }
 """The model, what is wrong, in which module, what its rule returns, and the method if it is not `sliced`."""
