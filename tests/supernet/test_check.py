@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from seeded_models import FusedAttention
 from small_families import WITHOUT_GOLDEN, small_inputs, small_supernet
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 from subnetact import Supernet, insert_
 from subnetact.digits import load_digits_supernet
@@ -73,20 +75,12 @@ def test_all_corners_run_and_equal_the_masked_original() -> None:
 # -- what is refused, and what is not ------------------------------------------------------------------
 
 
-class Concatenating(nn.Module):
-    def __init__(self, narrowed_last: bool) -> None:
-        super().__init__()
-        self.a, self.b, self.narrowed_last = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), narrowed_last
-        self.c = nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [F.relu(self.b(x)), F.relu(self.a(x))]
-        return self.c(torch.cat(parts if self.narrowed_last else parts[::-1], 1))
-
-
 def concatenating(narrowed_last: bool) -> Supernet:
+    order = ("b", "a") if narrowed_last else ("a", "b")
+    join = lambda m, x: m.c(torch.cat([getattr(m, name)(x).relu() for name in order], 1))  # noqa: E731
+    layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(3, 8, 1), "c": nn.Conv2d(16, 4, 1)}
     space = space_of("s", lambda v: {**v, "both": v["c"] + 8}, c=[4, 8])
-    return insert_(Concatenating(narrowed_last), space, {"a": OUT, "c": WeightSlice.on(in_="both")})
+    return insert_(Written(join, **layers), space, {"a": OUT, "c": WeightSlice.on(in_="both")})
 
 
 def fused() -> Supernet:
@@ -98,27 +92,19 @@ def fused() -> Supernet:
     return insert_(nn.Sequential(FusedAttention()), space, elastic)
 
 
-class Remembering(nn.Module):
-    """A network that keeps a weight in a plain list as well, where no view replaces the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.kept = [self.first.bias]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x)) + self.kept[0].sum()
+def remembering() -> Supernet:
+    """Return a network that keeps a weight in a plain list as well, where no view replaces the weight."""
+    first = nn.Linear(4, 8)
+    read = lambda m, x: m.last(m.first(x)) + m.kept[0].sum()  # noqa: E731
+    network = Written(read, first=first, last=(8, 3), kept=[first.bias])
+    return insert_(network, space_of(c=[2, 8]), {"first": OUT, "last": IN})
 
 
-class Indexing(nn.Module):
-    """A network that takes no other numbers than indices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layers = nn.Embedding(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.table(x.long()))
+def indexing() -> Supernet:
+    """Return a network that takes no other numbers than indices."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    network = Written(lambda m, x: m.layers(m.table(x.long())), table=nn.Embedding(4, 8), layers=layers)
+    return insert_(network.eval(), space_of(c=[4, 8]), {"layers.0": OUT})
 
 
 class Twice(nn.Linear):
@@ -127,22 +113,11 @@ class Twice(nn.Linear):
         return (y, y) if self.bias is not None else y
 
 
-class Loop(nn.Module):
-    """Layers that the network calls one after another, in some way."""
-
-    def __init__(self, body: Any, layer: type[nn.Module] = nn.Linear) -> None:
-        super().__init__()
-        self.layers, self.body = nn.ModuleList([layer(4, 4) for _ in range(3)]), body
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.body(layer, x)
-        return x
-
-
 def skippable(body: Any, layer: type[nn.Module] = nn.Linear) -> Supernet:
-    elastic = {"layers": LayerSelect.on(**{"1": "keep"})}
-    return insert_(Loop(body, layer).eval(), space_of(keep=[0, 1]), elastic)
+    """Return layers that the network calls one after another, in some way."""
+    layers = nn.ModuleList([layer(4, 4) for _ in range(3)])
+    network = Written(lambda m, x: reduce(lambda y, one: body(one, y), m.layers, x), layers=layers).eval()
+    return insert_(network, space_of(keep=[0, 1]), {"layers": LayerSelect.on(**{"1": "keep"})})
 
 
 class Rounding(nn.Sequential):
@@ -189,12 +164,12 @@ REFUSED: dict[str, tuple[Callable[[], Supernet], Tensor, str]] = {
         r"0\.proj \(Linear\), which runs after 0\.qkv \(Linear\).*fused qkv",
     ),
     "weights that are read past the view": (
-        lambda: insert_(Remembering(), space_of(c=[2, 8]), {"first": OUT, "last": IN}),
+        remembering,
         VECTORS,
         "c=2 depends on weights .* become NaN, first at the n",
     ),
     "a forgotten module behind indices": (
-        lambda: insert_(Indexing().eval(), space_of(c=[4, 8]), {"layers.0": OUT}),
+        indexing,
         torch.zeros(1, 3),
         r'layers\.1": WeightSlice\.on\(in_',
     ),
@@ -313,22 +288,16 @@ class LastRows(WeightSlice):
         return {name: None if t is None else t[t.shape[0] - sizes[0] :] for name, t in given.items()}
 
 
-class FusedGate(nn.Module):
-    """Returns features; gate and value are the halves of one layer, of which a prefix is no subnet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.layer(x).chunk(2, -1)
-        return gate.sigmoid() * value
+def fused_gate(m: Any, x: Tensor) -> Tensor:
+    """Return features; gate and value are the halves of one layer, of which a prefix is no subnet."""
+    gate, value = m.layer(x).chunk(2, -1)
+    return gate.sigmoid() * value  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("network", "elastic"),
     [
-        (FusedGate(), {"layer": OUT}),
+        (Written(fused_gate, layer=(4, 16)), {"layer": OUT}),
         (nn.Sequential(nn.Linear(4, 16), nn.ReLU()), {"0": LastRows.on(out="c")}),
     ],
 )
