@@ -114,17 +114,6 @@ def test_changed_weights_get_statistics_of_their_own(door: str) -> None:
     torch.testing.assert_close(var, torch.stack(variances).mean(0), rtol=1e-3, atol=1e-4)
 
 
-def test_weights_in_another_place_are_still_the_original_ones() -> None:
-    supernet = supernet_of(pretrained())
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().clone() for t in supernet.tensors()}
-    supernet.exchange_storage(storages)
-    supernet.to("cpu")
-    assert supernet.has_original_statistics()
-    supernet.double()
-    assert supernet.has_original_statistics()
-    assert copy.deepcopy(supernet).has_original_statistics()
-
-
 def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
     supernet = supernet_of(pretrained())
     specs = [supernet.space.smallest(), supernet.space.largest()]

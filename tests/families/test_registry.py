@@ -13,16 +13,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plain_engines import plain_engine
 from small_families import small_constructor
 
 from ofa_adapters import encode, families, load
 from ofa_adapters.networks.mobile import MobileLayout
 from ofa_adapters.registry import family_of
 from subnetact.errors import InsertError, SpecError
-from subnetact.export import to_onnx
 from subnetact.latency.table import LatencyTable
-from subnetact.operators import CALIBRATION_RULES, Operator, WeightSlice
+from subnetact.operators import CALIBRATION_RULES, WeightSlice
 from subnetact.space import SubnetSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -66,30 +64,6 @@ def test_an_entry_that_no_block_can_have_is_refused(wrong: str, monkeypatch: pyt
     monkeypatch.setattr(MobileLayout, "elastic", lambda layout: elastic(layout) | {wrong: entry})
     with pytest.raises(InsertError, match=rf"the network has no module '{wrong}'; did you mean .*blocks\.1"):
         load("ofa_proxyless", width_mult=0.1)
-
-
-@pytest.mark.parametrize("family", families())
-def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, small: Any) -> None:
-    supernet = small(family)
-    shared = {t.untyped_storage().data_ptr() for t in supernet.state_dict().values()}
-    shared |= {b.untyped_storage().data_ptr() for b in supernet.network.buffers()}
-    largest = supernet.subnet(supernet.space.largest())
-    for seed in range(3):
-        view = supernet.subnet(supernet.space.sample(seed))
-        made = {
-            tensor.untyped_storage().data_ptr()
-            for operator in supernet.network.modules()
-            if isinstance(operator, Operator)
-            for packed in operator.packed_copies()
-            for tensor in packed.tensors.values()
-        }
-        for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
-            assert tensor.untyped_storage().data_ptr() in shared | made, name
-        with pytest.raises(RuntimeError, match="a view shares its weights"):
-            view.double()
-        extracted = supernet.extract(supernet.space.sample(seed)).state_dict().values()
-        assert not {t.untyped_storage().data_ptr() for t in extracted} & (shared | made)
-        assert sum(p.numel() for p in view.parameters()) <= sum(p.numel() for p in largest.parameters())
 
 
 @pytest.mark.parametrize("family", families())
@@ -146,25 +120,6 @@ def test_subnets_are_traced_scripted_and_exported(family: str, how: str, small: 
     with torch.no_grad():
         expected = supernet.subnet(spec)(*inputs)
         torch.testing.assert_close(EXPORTS[how](network, inputs), expected, atol=5e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["autoformer", "ofa_mbv3"])  # test_several_inputs.py has dynabert
-def test_onnx_equals_eager(family: str, inputs_of: Any, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    shallow = {"ofa_mbv3": {"depth_list": [1, 2]}}.get(family, {})  # An export takes time for every layer.
-    supernet = load(family, None, **{**small_constructor(family), **shallow}).eval()
-    for weight in supernet.parameters():
-        if weight.dim() > 1:  # the default initialisation leaves deep networks without a signal
-            torch.nn.init.kaiming_normal_(weight)
-    (x,), spec = inputs_of(family, 5), supernet.space.sample(3)
-    to_onnx(plain_engine(supernet, [spec], x[:1]), tmp_path / "onnx", progress=False)
-    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "subnet-0.onnx")
-    for batch in (x[:1], x):
-        (output,) = session.run(["output"], {"input": batch.numpy()})
-        with torch.no_grad():
-            want = supernet(batch, subnet=spec)
-        bound = 1e-4 * max(1.0, float(want.abs().max()))
-        torch.testing.assert_close(torch.from_numpy(output), want, atol=bound, rtol=1e-3)
 
 
 # -- spaces ------------------------------------------------------------------------------------------

@@ -98,20 +98,6 @@ def test_the_relation_of_two_subnets_is_that_of_their_caches(kind: str) -> None:
     assert seen == {"exact", "approximate", "incompatible"}
 
 
-def test_relations_by_hand(llama: Supernet) -> None:
-    cache, large = partial(cache_relation, llama), llama.space.largest()
-    assert cache(large, subnet(llama, ffn=(4, 0.5))) == "exact"
-    assert cache(large, subnet(llama, ffn=(3, 0.5))) == "approximate"
-    assert cache(large, subnet(llama, heads=(4, 0.5))) == "incompatible"
-    assert cache(large, subnet(llama, depth=(3, 0))) == "incompatible"
-    without_last = [subnet(llama, depth=(3, 0), ffn=(slot, 0.5)) for slot in (2, 3, 4)]
-    assert cache(without_last[1], without_last[2]) == "exact"  # Layer 3 is the last that writes.
-    assert cache(without_last[0], without_last[1]) == "approximate"
-    copied = copy.deepcopy(llama)
-    assert copied.on_bind == llama.on_bind
-    assert cache_relation(copied, large, large) == "exact"
-
-
 class MlpFirst(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
     """A layer whose keys and values depend on its own feed-forward network."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,11 +183,3 @@ def test_sizes_are_padded_for_cublas_and_those_that_fit_are_not_copied() -> None
         assert not product[rows:].any()
         assert not product[:, out:].any()
     assert (x.data_ptr(), w.data_ptr()) == (short.data_ptr(), weight.data_ptr())
-
-
-def test_the_command_runs() -> None:
-    command = [sys.executable, "-m", "subnetact.profile", "--machine", "--threads", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1 threads" in done.stdout
-    assert main([*command[3:], "--threads", "0"]) == 2

@@ -40,7 +40,7 @@ from subnetact.profile.modes import TimedRunner
 from subnetact.profile.options import call_with_options
 from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
-from subnetact.profile.source import ProfileSource, calibration_batches, load_source
+from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings
 from subnetact.supernet.supernet import Supernet
 
@@ -410,21 +410,6 @@ def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
     assert (one.batch_size, one.error.test) == (1, 8)
     with pytest.raises(SpecError, match=r"7 ran at batch size 1, 6 ran at batch size 64.*--fit-subnets 0"):
         fitted_latencies(costs, specs[:8], [1, 64], measure)
-
-
-def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
-    np.save(tmp_path / "f.npy", np.ones((3, 1, 4, 4)))
-    np.save(tmp_path / "i.npy", np.ones((3, 1, 4, 4), np.uint8))
-    example = torch.zeros(1, 4, 4)
-    (images,) = calibration_batches(str(tmp_path / "f.npy"), example)
-    assert images.shape == (3, 1, 4, 4)
-    (images,) = calibration_batches(str(tmp_path / "f.npy"), example.bfloat16())
-    assert images.dtype == torch.bfloat16
-    assert [len(x) for x in calibration_batches("random:201", example)] == [100, 100, 1]
-    with pytest.raises(SpecError, match=r"images are torch\.uint8, the network takes torch\.float32"):
-        list(calibration_batches(str(tmp_path / "i.npy"), example))
-    with pytest.raises(SpecError, match="a tensor of inputs without labels, got a tuple of 2"):
-        list(calibration_batches(f"{FACTORY}:labelled_batches", example))
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from subnetact import Engine, calibrate, profile_latency
 from subnetact.device import find_device, machine, ran_out_of_memory
@@ -231,16 +229,6 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: Engine, tmp_pa
 
 def windows(*medians: float) -> list[dict[str, np.ndarray]]:
     return [{"host_ms": median * np.linspace(0.9, 1.1, 5)} for median in medians]
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20))
-def test_the_interval_is_of_order_statistics(values: list[float]) -> None:
-    low, high = median_interval(values)
-    if len(values) < 5:
-        assert (low, high) == (-math.inf, math.inf)
-    else:
-        assert {low, high} <= set(values)
-        assert low <= np.median(values) <= high
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:

@@ -90,15 +90,6 @@ def test_every_subnet_of_every_supernet_is_compiled(way: str, training: bool) ->
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_every_subnet_has_a_limit_of_its_own() -> None:
-    supernet, counter = supernet_of(), Counter()
-    compiled = torch.compile(supernet, backend=counter, dynamic=False)
-    specs = list(supernet.space.enumerate())[:2]
-    for size, spec in itertools.product(range(1, 11), specs):
-        compiled(torch.randn(size, 6), subnet=spec)
-    assert counter.graphs == 2 * 8
-
-
 def test_a_compiled_supernet_follows_training_and_new_weights() -> None:
     supernet, counter = supernet_of(), Counter()
     compiled, spec, x = torch.compile(supernet, backend=counter), supernet.space.smallest(), torch.randn(4, 6)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -113,43 +111,6 @@ def test_parameters_of_another_class_and_with_attributes_are_kept() -> None:
     frozen = supernet.subnet(space.smallest())
     supernet.requires_grad_(True)
     assert not frozen[0].bias.requires_grad
-
-
-def test_concurrent_callers_get_one_view(digits: Supernet) -> None:
-    for spec in specs_of(digits, 8):
-        barrier, views, outputs = threading.Barrier(4), list[nn.Module](), list[torch.Tensor]()
-
-        def get(spec: Any = spec, barrier: Any = barrier, views: Any = views, outputs: Any = outputs) -> None:
-            barrier.wait()
-            outputs.append(digits(X, subnet=spec))
-            views.append(digits.subnet(spec))
-
-        threads = [threading.Thread(target=get) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [view is digits.subnet(spec) for view in views] == [True] * 4
-        assert [torch.equal(output, digits.extract(spec)(X)) for output in outputs] == [True] * 4
-
-
-def test_a_view_of_weights_that_went_is_not_kept(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = digits.space.smallest()
-    other = {k: 1.5 * v for k, v in digits.state_dict().items()}
-    before, norm, exchanged = digits.extract(spec)(X), digits.norm_operators()["bn"], []
-    bind = norm.bind_with
-
-    def late_bind(*args: object) -> nn.Module:  # The last BatchNorm: all layers before it are bound.
-        if not exchanged:
-            exchanged.append(1)
-            digits.load_state_dict(other, assign=True)
-        return bind(*args)
-
-    monkeypatch.setattr(norm, "bind_with", late_bind)
-    output = digits(X, subnet=spec)
-    assert exchanged
-    assert torch.equal(output, digits.extract(spec)(X))
-    assert not torch.equal(output, before)
 
 
 def test_wrong_weights_load_nothing(digits: Supernet) -> None:

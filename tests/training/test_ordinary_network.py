@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -416,19 +416,3 @@ def test_labels_that_do_not_count_teach_nothing(shape: str, learning: str) -> No
         torch.manual_seed(0)
         before = torch.cat([p.detach().flatten() for p in insert_(make().eval(), example=x).parameters()])
         assert torch.equal(learnt(make, x, torch.full_like(y, -100), **options), before)
-
-
-@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(ignore_index=0)], ids=["usual", "own"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_sandwich_step_learns_from_what_its_loss_counts(shape: str, loss: Any) -> None:
-    make, places = SHAPES[shape]
-    x, other, y = dense_data(places, getattr(loss, "ignore_index", -100))
-
-    def gradients(given: Tensor) -> Iterator[Tensor]:
-        torch.manual_seed(0)
-        supernet = insert_(make().eval(), example=torch.randn_like(x)).train()
-        sandwich_step(supernet, given, y, rng=random.Random(0), loss=loss, class_dim=1)
-        return (p.grad for p in supernet.parameters() if p.grad is not None)
-
-    for grad, same_grad in zip(gradients(x), gradients(other), strict=True):
-        torch.testing.assert_close(grad, same_grad)
