@@ -14,12 +14,14 @@ from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from written_networks import Written
 
 import subnetact
 import subnetact.costs
 from ofa_adapters import families, load
 from subnetact import Axis, SubnetSpace, insert_
 from subnetact.errors import ForeignSpec, SpecError
+from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.supernet.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -106,25 +108,20 @@ def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Sup
         subnetact.costs.CostModel(digits, torch.empty(1, 3, 16, 16))
 
 
-class Tied(nn.Module):
-    """One weight in three layers, and one vector twice in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
-        self.inner[0].weight = self.first.weight
-        self.scale = self.shift = nn.Parameter(torch.ones(8))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.last(self.first(x) + self.inner(x))
-        return x * self.scale + self.shift
+def tied() -> nn.Module:
+    """Return one weight in three layers, and one vector twice in one module."""
+    forward = lambda m, x: m.last(m.first(x) + m.inner(x)) * m.scale + m.shift  # noqa: E731
+    vector = nn.Parameter(torch.ones(8))
+    layers = {"first": (8, 8), "inner": nn.Sequential(nn.Linear(8, 8)), "last": (8, 8)}
+    network: Any = Written(forward, **layers, scale=vector, shift=vector)
+    network.inner[0].weight = network.last.weight = network.first.weight
+    return network  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_tied_parameter_counts_once_for_each_way_in_which_it_is_sliced(elastic: bool) -> None:
     parts = {"first": "out", "inner.0": "out", "last": "in"} if elastic else {}
-    supernet, x = one_width(Tied(), parts), torch.randn(1, 8)
+    supernet, x = one_width(tied(), parts), torch.randn(1, 8)
     model = subnetact.costs.CostModel(supernet, x)
     for spec in supernet.space.enumerate():
         parameters, macs, _ = hooked(supernet.extract(spec), x)
@@ -160,32 +157,23 @@ def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -
     assert {spec: (again(spec), again.vector(spec).tolist()) for spec in reversed(first)} == first
 
 
-class Repeated(nn.Module):
-    """Calls one convolution twice, changes the shape of its output in place, and gets a keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(4, 4, 3, padding=1)
-        self.crop = Crop()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (1, 4, 8, 8) to (4, 4, 4)."""
-        y = self.convolution(x)
-        z = self.convolution(x)
-        y.squeeze_(0)
-        return self.crop(y, side=4) + self.crop(z, side=4).squeeze(0)  # type: ignore[no-any-return]
-
-
 class Crop(nn.Module):
     """Crops to a side that is an argument."""
 
     def forward(self, x: Tensor, side: int) -> Tensor:
-        """Map (..., H, W) to (..., side, side)."""
         return x[..., :side, :side]
 
 
+def repeated(m: Any, x: Tensor) -> Tensor:
+    """Call one convolution twice, change the shape of its output in place, and give a keyword."""
+    y, z = m.convolution(x), m.convolution(x)
+    y.squeeze_(0)
+    return m.crop(y, side=4) + m.crop(z, side=4).squeeze(0)  # type: ignore[no-any-return]
+
+
 def test_a_module_that_is_called_twice_is_counted_twice_and_held_once() -> None:
-    supernet = one_width(Repeated(), {"convolution": "out"}, (2, 4))
+    network = Written(repeated, convolution=nn.Conv2d(4, 4, 3, padding=1), crop=Crop())
+    supernet = one_width(network, {"convolution": "out"}, (2, 4))
     model = subnetact.costs.CostModel(supernet, torch.empty(1, 4, 8, 8))
     for spec, width in ((supernet.space.largest(), 4), (supernet.space.smallest(), 2)):
         cost = model(spec)
@@ -194,36 +182,15 @@ def test_a_module_that_is_called_twice_is_counted_twice_and_held_once() -> None:
         assert cost.activation_bytes == 4 * 2 * 8 * 8 * width
 
 
-class Resized(nn.Module):
-    """Two convolutions, the second on a map whose size is a setting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 1)
-        self.scale = Scale()
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, 3, 32, 32) to (N, 8, side, side)."""
-        y: Tensor = self.second(self.scale(self.first(x)))
-        return y @ y.transpose(-1, -2)
-
-
-class Scale(nn.Module):
-    """Crops to a side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side = 32
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C, side, side)."""
-        return x[..., : self.side, : self.side]
-
-
 def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
-    from subnetact.operators import ElasticAttribute, WeightSlice
+    """The second convolution is on a map whose size is a setting."""
 
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.second(m.scale(m.first(x)))
+        return y @ y.mT
+
+    scale = Written(lambda m, x: x[..., : m.side, : m.side], side=32)
+    network = Written(forward, first=nn.Conv2d(3, 8, 1), scale=scale, second=nn.Conv2d(8, 8, 3, padding=1))
     sides, widths = (8, 16, 24, 32), (2, 4, 8)
     axes = [Axis.uniform("side", ["all"], sides), Axis.uniform("width", ["all"], widths)]
     space = SubnetSpace("own", axes, lambda v: {"side": int(v["side"][0]), "width": int(v["width"][0])})
@@ -232,7 +199,7 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
         "scale": ElasticAttribute.on(side="side"),
         "second": WeightSlice.on(in_="width"),
     }
-    supernet = insert_(Resized().eval(), space, described)
+    supernet = insert_(network.eval(), space, described)
     model = subnetact.costs.CostModel(supernet, torch.empty(1, 3, 32, 32))
     for spec in space.enumerate():
         (side,), (width,) = spec["side"], spec["width"]
@@ -243,17 +210,13 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
 
 
 def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 4)
-
+    class Masked(Written):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             if mask is not None and not mask.all():
                 x = x * mask
             return self.outer(self.inner(x))  # type: ignore[no-any-return]
 
-    supernet = one_width(Masked(), {"inner": "out", "outer": "in"})
+    supernet = one_width(Masked(print, inner=(4, 8), outer=(8, 4)), {"inner": "out", "outer": "in"})
     x, mask = torch.zeros(3, 4), torch.ones(3, 1)
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
         subnetact.costs.CostModel(supernet, {"x": x, "mask": mask})

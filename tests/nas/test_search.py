@@ -78,7 +78,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize(
     ("method", "share"),
-    [("evolution", 0.6), ("random", 0.0), ("exhaustive", 0.995)],  # the last is killed as it measures again
+    [("evolution", 0.6), ("exhaustive", 0.995)],  # the last is killed as it measures again
 )
 def test_a_killed_search_goes_on(
     made_up: tuple[Supernet, Any, Any], tmp_path: Path, method: str, share: float
@@ -151,7 +151,7 @@ def true_digits() -> tuple[Supernet, dict[SubnetSpec, float], dict[SubnetSpec, f
     return supernet, dict(zip(specs, data["accuracy"], strict=True)), {s: model(s).macs / 1e6 for s in specs}
 
 
-@pytest.mark.parametrize(("evaluations", "share"), [(50, 0.975), (100, 0.985), (200, 0.999)])
+@pytest.mark.parametrize(("evaluations", "share"), [(50, 0.975), (100, 0.985)])
 def test_few_evaluations_find_the_front(true_digits: Any, evaluations: int, share: float) -> None:
     supernet, accuracy, macs = true_digits
     reference = min(accuracy.values()), max(macs.values())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from written_networks import seeded
 
 from subnetact import calibrate, evaluate, insert_
 from subnetact.errors import (
@@ -82,17 +83,6 @@ def test_the_report_is_of_the_held_out_batches_and_of_calibrated_subnets() -> No
     assert not supernet.training
 
 
-class Rows(nn.Module):
-    """Maps numbers (N, 6) to numbers (N, 3)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 32), nn.Linear(32, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
-
-
 def elastic(network: nn.Module, example: Any, **options: Any) -> Supernet:
     torch.manual_seed(0)
     return insert_(network.eval(), example=example, choices=(0.25, 0.5, 1.0), **options)
@@ -118,9 +108,12 @@ def tokens(n: int, seed: int, mask: bool = False) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("teacher", [None, "own"])
 def test_a_regressor_learns_from_labels_and_an_embedder_from_a_teacher(teacher: str | None) -> None:
-    network = Rows()
-    given = copy.deepcopy(network) if teacher else None
-    supernet = elastic(network, torch.randn(2, 6))
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+
+    own = network()
+    given = copy.deepcopy(own) if teacher else None
+    supernet = elastic(own, torch.randn(2, 6))
     options: dict[str, Any] = {"steps": 40, "learning_rate": 0.01, **QUIET}
     report = distill_(supernet, rows(8, 1), given, held_out=rows(4, 2), task="vectors", **options)
     assert report.metric == "cosine with the teacher"
@@ -129,7 +122,7 @@ def test_a_regressor_learns_from_labels_and_an_embedder_from_a_teacher(teacher: 
     assert report.after[-1] > report.before[-1] + 0.02
     data = [[(x, x[:, :3] * x[:, 3:]) for x in rows(8, seed)] for seed in (1, 2)]
     torch.manual_seed(0)
-    supernet, options["learning_rate"] = elastic(Rows(), torch.randn(2, 6)), 0.02
+    supernet, options["learning_rate"] = elastic(network(), torch.randn(2, 6)), 0.02
     report = distill_(supernet, data[0], held_out=data[1], task="values", **options)
     assert report.metric == "mean squared error"
     assert max(report.after) < 0.9 * min(report.before)
@@ -346,17 +339,10 @@ class Pixels(nn.Module):
         return {"out": self.out(x), "aux": self.aux(x)}
 
 
-class Maps(nn.Module):
-    """Maps (N, 6) to nested lists of outputs, as the heads of detectors do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.c = nn.Linear(6, 16), nn.Linear(16, 1)
-        self.a, self.b = nn.Linear(16, 3), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        x = torch.relu(self.first(x))
-        return [[self.a(x), self.b(x)], self.c(x)]
+def maps(m: Any, x: Tensor) -> Any:
+    """Map (N, 6) to nested lists of outputs, as the heads of detectors do."""
+    x = m.first(x).relu()
+    return [[m.a(x), m.b(x)], m.c(x)]
 
 
 def scenes(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -409,10 +395,11 @@ def test_the_pixels_that_count_are_learnt_and_measured() -> None:
 
 
 def test_all_of_several_outputs_are_learnt_without_labels() -> None:
-    supernet, seen = elastic(Maps(), torch.randn(2, 6)), set()
+    heads = seeded(maps, first=(6, 16), a=(16, 3), b=(16, 5), c=(16, 1))
+    supernet, seen = elastic(heads, torch.randn(2, 6)), set()
 
-    def joined(maps: Any, x: Tensor) -> Tensor:
-        (a, b), c = maps
+    def joined(found: Any, x: Tensor) -> Tensor:
+        (a, b), c = found
         seen.add((a.shape[1], b.shape[1], c.shape[1]))
         return torch.cat([a, b], 1)
 
@@ -520,17 +507,6 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Words(nn.Module):
-    """Maps tokens (N, T) to scores (N, T, 50); it waits for nothing, unlike the masks of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.inner, self.head = nn.Embedding(50, 8), nn.Linear(8, 32), nn.Linear(32, 50)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(self.words(x)).relu())  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("of_texts", [False, True])
 @pytest.mark.parametrize("distillation", [1.0, 0.5])
 def test_a_step_waits_once_however_many_subnets_it_trains(of_texts: bool, distillation: float) -> None:
@@ -539,7 +515,8 @@ def test_a_step_waits_once_however_many_subnets_it_trains(of_texts: bool, distil
         supernet, options = new_supernet(), {"random_subnets": number, "distillation": distillation}
         batches = [(x, torch.where(torch.arange(16) % 3 == 0, -100, y)) for x, y in labelled(3, 1)]
         if of_texts:
-            supernet = insert_(Words().eval(), example=ids, choices=(0.25, 0.5, 0.75, 1.0))
+            words = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 50))
+            supernet = insert_(words.eval(), example=ids, choices=(0.25, 0.5, 0.75, 1.0))
             options |= {"task": "tokens", "labels": True}
             batches = [(ids, torch.where(ids % 5 == 0, -100, ids))] * 3
         options |= {"steps": 4, "importance": None, "progress": False}
