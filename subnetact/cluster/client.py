@@ -12,10 +12,10 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 from subnetact.serve.base_app import unix_ms
 from subnetact.serving.live.answers import Answer
 from subnetact.serving.live.batcher import monotonic_ms
-from subnetact.serving.live.stats import BatcherStats, Counters
+from subnetact.serving.live.stats import OUTCOMES, BatcherStats, Counters
 
 LATE_MS = 1000.0  # how long after its deadline the answer to a request is waited for
-OUTCOMES = {
+COUNTERS = {
     QueueFull: "refused",
     InvalidRequest: "refused",
     DeadlinePassed: "dropped",
@@ -51,8 +51,8 @@ class ReplicaClient:
         self._died, self._full = died, full
         self._max_per_replica = self.max_queue = max_per_replica  # one replica gets all rows of a request
         self._clock_ms = clock_ms
-        self._outstanding, self._closed, self._counters = 0, False, Counters()
-        self._counts: Counter[str] = Counter()
+        self._outstanding, self._closed, self._counters = 0, False, Counters(Counter())
+        self._counts = self._counters.counts
 
     async def infer_rows(self, xs: Sequence[Any], deadline_ms: float, **ask: Any) -> Sequence[Answer]:
         """Return the answers to the rows of one request, in order; see `subnetact.serve.app.infer_rows`."""
@@ -60,22 +60,15 @@ class ReplicaClient:
         try:
             answers = await self._send(xs, deadline_ms, ask)
         except BaseException as error:
-            outcome = OUTCOMES.get(type(error), "failed")
-            if outcome == "refused":
-                counters.refused += count
-                counters.full += count * isinstance(error, QueueFull)
-            else:
-                self._counts[outcome] += count
+            outcome = COUNTERS.get(type(error), "failed")
+            self._counts[outcome] += count
+            self._counts["full"] += count * isinstance(error, QueueFull)
             if outcome != "failed" or isinstance(error, BatchFailed) or not isinstance(error, Exception):
                 raise
             raise BatchFailed(f"the replica failed: {type(error).__name__}") from error
         for answer in answers:
-            counters.served_by[answer.subnet] += 1
+            counters.answered(answer.subnet, answer.accuracy, [answer.latency_ms], answer.met)
             counters.batch_sizes[answer.batch_size] += 1
-            counters.latency_ms.add(answer.latency_ms)
-            counters.met += answer.met
-            counters.late += not answer.met
-            counters.accuracy_sum += answer.accuracy * answer.met
         return answers
 
     async def _send(self, xs: Sequence[Any], deadline_ms: float, ask: dict[str, Any]) -> list[Answer]:
@@ -120,9 +113,8 @@ class ReplicaClient:
     def stats(self) -> BatcherStats:
         """Return the counters of the requests that this process sent; `workers` are replicas."""
         up, wanted = self._replicas()
-        ended = sum(self._counts[how] for how in ("dropped", "failed", "cancelled", "closed"))
-        self._counts["submitted"] = self._outstanding + self._counters.met + self._counters.late + ended
-        return self._counters.snapshot(self._counts, queued=self._outstanding, workers=wanted, workers_up=up)
+        self._counts["submitted"] = self._outstanding + sum(self._counts[how] for how in OUTCOMES)
+        return self._counters.snapshot(queued=self._outstanding, workers=wanted, workers_up=up)
 
     def close(self, drain: bool = True) -> None:  # noqa: ARG002
         """Refuse new requests; Ray ends a front when its requests have their answers."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, PolicyError, QueueFull, RequestError
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, RequestError
 from subnetact.generation.completion import Generated
 from subnetact.generation.phases import CacheKinds, planned_phases, rows_of
 from subnetact.generation.step_policy import Crowd, StepPolicy
 from subnetact.generation.step_request import StepRequest
-from subnetact.serving.scheduling.checks import check_count, check_positive
+from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule
 from subnetact.serving.scheduling.worker_states import patience_ms
 
 LEAST_PATIENCE_MS = 1e4  # before a step is taken to hang
@@ -106,9 +106,7 @@ class StepScheduler:
         self._usual = frozenset(row for row in rows if self._kinds.shared[row] == best)
         self._places = check_count(places, "max_sequences")
         self._step_tokens = check_count(step_tokens, "step_tokens")
-        if expired not in ("drop", "serve"):
-            raise PolicyError(f"expired: {expired!r} is no rule for generation; choose from drop, serve")
-        self._drop = expired == "drop"
+        self._drop = expired_rule(expired, ("drop", "serve")) == "drop"
         self._max_queue = max_queue
         self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
         self.requests: dict[int, StepRequest] = {}  # those that have not ended
@@ -189,7 +187,7 @@ class StepScheduler:
         """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
         self._limit_ms = now_ms + patience_ms(self._watchdog_ms)
 
-    def candidates(self, now_ms: float = -math.inf) -> Step:
+    def candidates(self, now_ms: float) -> Step:
         """Return the next step, of whose candidates the caller takes those with room.
 
         Their order: who decodes, whose prompts are computed, who waits. Prompts of which no subnet could

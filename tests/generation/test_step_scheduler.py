@@ -34,7 +34,7 @@ def asked(prompt: int = 4, answer: int = 3, first_ms: float = 60.0, **facts: Any
 
 def begun(scheduler: StepScheduler, now_ms: float, held: StepRequest | None = None) -> Step | None:
     """Begin the next step with all who are wanted, but for one who has no room."""
-    step = scheduler.candidates()
+    step = scheduler.candidates(now_ms)
     for request, tokens in step.wanted():
         if request is not held:
             step.take(request, tokens)
@@ -324,7 +324,7 @@ def test_requests_below_priority_0_wait_behind_others_and_leave_a_full_queue_for
     assert isinstance(lower.outcome, QueueFull)
     scheduler.step_done([0], 1.0)
     scheduler.cancel(running, 1.0)
-    assert scheduler.candidates().candidates == [urgent]
+    assert scheduler.candidates(1.0).candidates == [urgent]
     assert scheduler.submit(asked(), 1.0) == []
     assert scheduler.submit(asked(), 1.0) == [low]
     with pytest.raises(QueueFull):  # nobody leaves for one that has no more right to the place

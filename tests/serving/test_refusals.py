@@ -209,7 +209,7 @@ PIPELINES = [
         (lambda: StageGraph(CYCLE), "cycle, 'a' before 'c' before 'b' before 'a'"),
         (lambda: StageGraph({"a": {"a": False}}), "cycle, 'a' before 'a'"),
         (lambda: StageGraph({"a": {"z": False}}), "follows 'z', which is none"),
-        (lambda: StageGraph({}), "give at least one"),
+        (pipeline(), "give at least one"),
         (pipeline(echo_stage(), echo_stage()), "two are called 'a'"),
         (pipeline(echo_stage(after=["b"]), echo_stage("b", after=["a"])), "cycle"),
         (pipeline(echo_stage(), echo_stage("b", after=["a"]), slo_ms=1.5), "shorter than the shortest path"),

@@ -76,7 +76,7 @@ class Driver:
     ) -> None:
         self.scheduler = scheduler
         self.clock_ms = clock_ms
-        self.counters = Counters()
+        self.counters = Counters(scheduler.counts)
         self._turns, self._name = shared or (Turns({"": 1.0}), "")
         scheduler.shares_workers = shared is not None
         self.lock = self._turns.lock
@@ -123,8 +123,6 @@ class Driver:
             try:
                 self.scheduler.make_room(ask.client)
             except QueueFull:
-                self.counters.refused += 1
-                self.counters.full += 1
                 if self._log is not None:
                     self._log.outcome("full", request)
                 raise
@@ -144,17 +142,12 @@ class Driver:
     def check_room(self, count: int) -> None:
         """Refuse requests that belong together, as one, if not all of them could wait."""
         with self.lock:
-            try:
-                self.scheduler.check_room(count)
-            except QueueFull:
-                self.counters.refused += 1
-                self.counters.full += 1
-                raise
+            self.scheduler.check_room(count)
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
         with self.lock:
-            self.counters.refused += 1
+            self.scheduler.counts["refused"] += 1
 
     def withdraw(self, request: Request) -> None:
         """Close a request that its client has cancelled."""
@@ -235,17 +228,17 @@ class Driver:
 
     def _asked(self, decide: Callable[[float], Job | None], waiting: bool = True) -> Job | None:
         """Ask the scheduler for a job; if the policy raises, requests fail, and the batcher goes on."""
-        now, counters = self.clock_ms(), self.counters
+        now, histograms = self.clock_ms(), self.counters.histograms
         try:
             job = decide(now)
         except Exception as error:
             self.scheduler.policy_failed(error, waiting)
             return None
         if job is not None:
-            counters.slack_ms.add(max(0.0, job.slack_ms))  # so that the sum never falls
-            counters.queue_depth.add(job.queued)
-            counters.batch.add(len(job.part))
-            counters.decision_ms.add(self.clock_ms() - now)
+            histograms["slack_ms"].add(max(0.0, job.slack_ms))  # so that the sum never falls
+            histograms["queue_depth"].add(job.queued)
+            histograms["batch"].add(len(job.part))
+            histograms["decision_ms"].add(self.clock_ms() - now)
         return job
 
     def _run(self, job: Job, turn: Turn) -> None:
@@ -310,7 +303,6 @@ class Driver:
             for request in [part[i] for i in rejected if part[i].open]:
                 error = OutputNotFinite(_OUTPUT % job.subnet)
                 self.scheduler.reject(request, error)
-                counters.not_finite += 1
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
                     in_time = now <= request.deadline_ms
@@ -320,13 +312,9 @@ class Driver:
                     waited_ms = started_ms - request.accepted_ms
                     answer = _new(Answer, (output, subnet, accuracy, latency_ms, in_time, size, waited_ms))
                     outcomes.append((request, answer, None))
-            counters.latency_ms.add_all(latencies)
-            counters.met += met
-            counters.late += len(outcomes) - met
-            counters.accuracy_sum += met * accuracy
-            counters.served_by[subnet] += len(outcomes)
+            counters.answered(subnet, accuracy, latencies, met)
             counters.batch_sizes[size] += 1
-            counters.run_ms.add(took_ms)
+            counters.histograms["run_ms"].add(took_ms)
             if self._log is not None:
                 self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
             self.learner.observe(job, took_ms)
@@ -476,7 +464,7 @@ class Driver:
             up = sum(scheduler.workers.is_up(worker) and is_ready for worker, is_ready in enumerate(ready))
             now |= {"workers_up": up, "replanned": self.learner.replanned}
             learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}
-            return self.counters.snapshot(scheduler.counts, **now, **learned)
+            return self.counters.snapshot(**now, **learned)
 
     def stop_admitting(self, abandon: bool = False) -> None:
         """Refuse all further requests, and close those that wait if `abandon`."""

@@ -11,16 +11,7 @@ from typing import Any, Protocol
 from subnetact import __version__
 from subnetact.errors import extra_needed
 from subnetact.serving.live.histograms import Histogram
-from subnetact.serving.live.stats import OUTCOMES, BatcherStats
-
-_HISTOGRAMS = (
-    ("latency_seconds", "Time from submission to answer.", "latency_ms", 1e-3),
-    ("slack_seconds", "Time left to the most urgent request at each decision, 0 if none.", "slack_ms", 1e-3),
-    ("decision_seconds", "Time a decision took.", "decision_ms", 1e-3),
-    ("run_seconds", "Time a batch took.", "run_ms", 1e-3),
-    ("queue_depth", "Requests waiting at each decision.", "queue_depth", 1.0),
-    ("batch_requests", "Requests per batch.", "batch", 1.0),
-)
+from subnetact.serving.live.stats import HISTOGRAMS, OUTCOMES, BatcherStats
 
 Metric = tuple[str, str, str, Sequence[str], list[Any]]
 """Kind, name, text and labels of a metric, and its samples: values of labels, and numbers."""
@@ -111,7 +102,8 @@ def metrics_of(batcher: Any, stats: BatcherStats) -> Iterator[Metric]:
     facts = [(__version__, getattr(batcher, "fingerprint", ""))]
     text = "the version of subnetact, and the fingerprint of the supernet if it is known."
     yield "Gauge", "info", text, ["version", "fingerprint"], [(pair, 1) for pair in facts]
-    for shown, text, name, unit in _HISTOGRAMS:
+    for name, (_, shown, text) in HISTOGRAMS.items():
+        unit = 1e-3 if name.endswith("_ms") else 1.0
         yield "Histogram", shown, text, (), [((), *buckets(stats.histograms[name], unit))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -15,9 +15,16 @@ Kind = TypeVar("Kind")
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 
-_HISTOGRAMS = """`latency_ms` of the answers, `slack_ms` of the most urgent request at each decision (0 if
-        none is left), `decision_ms` and `run_ms` per batch, `queue_depth` at each decision, and `batch`, the
-        number of requests per batch."""
+_SLACKS = (0.0, *MILLISECONDS)
+HISTOGRAMS = {
+    "latency_ms": (MILLISECONDS, "latency_seconds", "Time from submission to answer."),
+    "slack_ms": (_SLACKS, "slack_seconds", "Time left to the most urgent request at a decision, 0 if none."),
+    "decision_ms": (MILLISECONDS, "decision_seconds", "Time a decision took."),
+    "run_ms": (MILLISECONDS, "run_seconds", "Time a batch took."),
+    "queue_depth": (COUNTS, "queue_depth", "Requests waiting at each decision."),
+    "batch": (COUNTS, "batch_requests", "Requests per batch."),
+}
+"""What there is a histogram of: the edges of its buckets, the name of its metric, and what both say."""
 
 
 def stat(kind: str, text: str, default: Any = 0, metric: str = "") -> Any:
@@ -68,7 +75,9 @@ class BatcherStats:
     batch_sizes: Mapping[int, int] = stat("", "answered batches per planned (padded) batch size.", dict)
     batch_limits: Mapping[int, int] = stat("Gauge", "largest batch within memory.", dict, "batch_limit")
     drifted: Mapping[int, float] = stat("Gauge", "corrections beyond their threshold.", dict, "drifted")
-    histograms: Mapping[str, Histogram] = stat("", _HISTOGRAMS, dict)
+    histograms: Mapping[str, Histogram] = stat(
+        "", " ".join(f"`{name}`: {text}" for name, (_, _, text) in HISTOGRAMS.items()), dict
+    )
 
     @property
     def attainment(self) -> float:
@@ -94,27 +103,27 @@ class BatcherStats:
 
 
 class Counters:
-    """The counters behind `BatcherStats` that the scheduler does not keep. The owner holds the lock."""
+    """The counters behind `BatcherStats`; `counts` are also those of the scheduler. The owner locks."""
 
-    def __init__(self) -> None:
-        self.met = self.late = self.refused = self.full = self.not_finite = 0
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
         self.accuracy_sum = 0.0
         self.served_by: Counter[int] = Counter()
         self.batch_sizes: Counter[int] = Counter()
-        self.latency_ms = Histogram(MILLISECONDS)
-        self.slack_ms = Histogram((0.0, *MILLISECONDS))
-        self.decision_ms = Histogram(MILLISECONDS)
-        self.run_ms = Histogram(MILLISECONDS)
-        self.queue_depth = Histogram(COUNTS)
-        self.batch = Histogram(COUNTS)
+        self.histograms = {name: Histogram(edges) for name, (edges, _, _) in HISTOGRAMS.items()}
 
-    def snapshot(self, scheduled: Mapping[str, int], **more: Any) -> BatcherStats:
-        """Return a copy of the counters, with those of the scheduler and the other fields."""
-        histograms, counters = {}, {**scheduled, **more}
-        counters.pop("answered", None)
-        for name, value in vars(self).items():
-            if isinstance(value, Histogram):
-                histograms[name] = value.snapshot()
-            else:
-                counters[name] = dict(sorted(value.items())) if isinstance(value, Counter) else value
-        return BatcherStats(**counters, histograms=histograms)
+    def answered(self, subnet: int, accuracy: float, latencies_ms: Sequence[float], met: int) -> None:
+        """Count the answers of one subnet, `met` of them in time."""
+        self.histograms["latency_ms"].add_all(latencies_ms)
+        self.counts["met"] += met
+        self.counts["late"] += len(latencies_ms) - met
+        self.accuracy_sum += met * accuracy
+        self.served_by[subnet] += len(latencies_ms)
+
+    def snapshot(self, **now: Any) -> BatcherStats:
+        """Return a copy of the counters, with the fields that are not counted."""
+        counts: dict[str, Any] = {name: n for name, n in self.counts.items() if name != "answered"}
+        for name in ("served_by", "batch_sizes"):
+            counts[name] = dict(sorted(vars(self)[name].items()))
+        histograms = {name: one.snapshot() for name, one in self.histograms.items()}
+        return BatcherStats(**counts, **now, accuracy_sum=self.accuracy_sum, histograms=histograms)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,6 @@ class StageGraph:
     """
 
     def __init__(self, after: Mapping[str, Mapping[str, object]]) -> None:
-        if not after:
-            raise PipelineError("stages: none given; give at least one")
         self.after = after
         feeding = {other for edges in after.values() for other in edges}
         if unknown := feeding - after.keys():
@@ -66,18 +63,6 @@ class StageGraph:
                 "on the fastest hardware); allow more"
             )
         return least
-
-
-def by_name(stages: Iterable[Any], kind: Any) -> dict[str, Any]:
-    """Return the stages by their names; refuse other objects than stages, and two of one name."""
-    named: dict[str, Any] = {}
-    for stage in stages:
-        if not isinstance(stage, kind):
-            raise PipelineError(f"stages: expected {kind.__name__}(...), got {type(stage).__name__}")
-        if stage.name in named:
-            raise PipelineError(f"stages: two are called {stage.name!r}; give each a name of its own")
-        named[stage.name] = stage
-    return named
 
 
 def expected_work_ms(table: LatencyTable, inputs: float = 1.0) -> float:

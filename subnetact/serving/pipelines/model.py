@@ -19,9 +19,9 @@ import numpy.typing as npt
 from subnetact.errors import PipelineError
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.pipelines.graph import StageGraph, by_name
+from subnetact.serving.pipelines.graph import StageGraph
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import check_accuracy, check_time
+from subnetact.serving.scheduling.checks import by_name, check_accuracy, check_time
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
@@ -64,11 +64,6 @@ class StageModel:
         if self.min_accuracy > best:
             raise PipelineError(f"{where}: min_accuracy {self.min_accuracy} %: the best subnet has {best} %")
 
-    @property
-    def mean_inputs(self) -> float:
-        """How many inputs a request has on average."""
-        return sum(self.inputs) / len(self.inputs)
-
 
 class StageChoice(NamedTuple):
     """How one stage is provisioned.
@@ -107,7 +102,7 @@ class PipelineModel:
 
     def __post_init__(self) -> None:
         check_time(self.slo_ms, "slo_ms")
-        by_name(self.stages, StageModel)
+        self.named()
         for hardware, price in self.prices.items():
             check_time(price, f"prices: {hardware!r}")
         for stage in self.stages:
@@ -117,6 +112,10 @@ class PipelineModel:
                 )
         fastest = {s.name: min(s.tables.values(), key=attrgetter("fastest_ms")) for s in self.stages}
         self.graph.least_ms(fastest, self.slo_ms)
+
+    def named(self) -> dict[str, StageModel]:
+        """Return the stages by their names."""
+        return by_name(self.stages, StageModel, "stages", PipelineError)
 
     @cached_property
     def graph(self) -> StageGraph:
@@ -207,8 +206,8 @@ def estimate_pipeline(
     arrivals = checked_arrivals(arrivals_ms)
     count = len(arrivals)
     tables = model.chosen_tables(choices)
-    graph, stages = model.graph, by_name(model.stages, StageModel)
-    reserves = graph.reserves(tables, {name: stage.mean_inputs for name, stage in stages.items()})
+    graph, stages = model.graph, model.named()
+    reserves = graph.reserves(tables, {name: float(np.mean(stage.inputs)) for name, stage in stages.items()})
     least_ms = graph.least_ms(tables)
     with numeric_arguments():
         rng = np.random.default_rng(seed)

@@ -26,9 +26,9 @@ from subnetact.serving.live.answers import Answer, AnswerFuture
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.context_manager import ClosedOnExit
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram
-from subnetact.serving.pipelines.graph import StageGraph, by_name
+from subnetact.serving.pipelines.graph import StageGraph
 from subnetact.serving.pipelines.stage import Stage, engines_of, open_stage, table_of
-from subnetact.serving.scheduling.checks import check_deadline, check_time
+from subnetact.serving.scheduling.checks import by_name, check_deadline, check_time
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
@@ -154,7 +154,7 @@ class Pipeline(ClosedOnExit):
     """
 
     def __init__(self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, **options: Any) -> None:
-        self._stages = by_name(stages, Stage)
+        self._stages = by_name(stages, Stage, "stages", PipelineError)
         self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
         self.graph = StageGraph(self._conditions)
         self.slo_ms = check_time(slo_ms, "slo_ms")

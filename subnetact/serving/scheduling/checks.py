@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_CEILING, Context
 from numbers import Integral, Real
 from typing import Any
 
-from subnetact.errors import InvalidRequest, PolicyError, ProfileMismatch, TableError
+from subnetact.errors import InvalidRequest, PolicyError, ProfileMismatch, SubnetActError, TableError
 from subnetact.latency.origin import AGAIN, ELSEWHERE, elsewhere
 from subnetact.latency.table import LatencyTable
 
@@ -17,16 +17,25 @@ LONGEST_MS = 1e12
 """A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""
 
 
-def expired_rule(expired: str) -> str:
-    """Return the rule for expired requests: `serve`, `drop` or `defer`."""
-    if expired not in EXPIRED_RULES:
-        raise PolicyError(f"expired: {expired!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
+def expired_rule(expired: str, rules: Sequence[str] = EXPIRED_RULES) -> str:
+    """Return the rule for expired requests, one of `rules`."""
+    if expired not in rules:
+        raise PolicyError(f"expired: {expired!r} is not a rule; choose from {', '.join(rules)}")
     return expired
 
 
-def unreachable(min_accuracy: float, best: float) -> PolicyError:
-    """Return the error for a minimum accuracy, percent, above the accuracy of the best subnet."""
-    return PolicyError(f"min_accuracy: no subnet reaches {min_accuracy} %; the best has {best} %")
+def by_name(given: Iterable[Any], kind: Any, subject: str, error: type[SubnetActError]) -> dict[str, Any]:
+    """Return stages, tenants and the like by their names; refuse other objects, and two of one name."""
+    named: dict[str, Any] = {}
+    for one in given:
+        if not isinstance(one, kind):
+            raise error(f"{subject}: expected {kind.__name__}(...), got {type(one).__name__}")
+        if one.name in named:
+            raise error(f"{subject}: two are called {one.name!r}; give each a name of its own")
+        named[one.name] = one
+    if not named:
+        raise error(f"{subject}: none given; give at least one {kind.__name__}(...)")
+    return named
 
 
 def too_short(slo_ms: float, table: LatencyTable, others: str = "") -> str:

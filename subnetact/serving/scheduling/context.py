@@ -11,8 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
 
-Choice = tuple[int, int]
-
 
 class ArrivalMeter:
     """Counts the arrivals within recent windows of time; many that are older than `horizon_ms` are forgotten.

@@ -8,8 +8,8 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
+from subnetact.errors import PolicyError, SubnetActError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import unreachable
 from subnetact.serving.scheduling.queue import NO_FLOOR
 
 
@@ -38,9 +38,14 @@ class Floors:
         steps = np.array([NO_FLOOR, *self.accuracies[1:]])
         return steps[np.searchsorted(self.accuracies, min_accuracies)]
 
+    def unreachable(self, min_accuracy: float, kind: type[SubnetActError] = PolicyError) -> SubnetActError:
+        """Return the error for a minimum accuracy, percent, that no subnet has."""
+        above = f"above the best subnet ({self.best:g} %)"
+        return kind(f"min_accuracy: no subnet reaches {min_accuracy} %, which is {above}; ask for less")
+
     def at(self, min_accuracy: float) -> int:
         """Return the position among `accuracies` of the least one that is at least `min_accuracy`."""
         at = bisect_left(self.accuracies, min_accuracy)
         if at == len(self.accuracies):
-            raise unreachable(min_accuracy, self.best)
+            raise self.unreachable(min_accuracy)
         return at

@@ -47,10 +47,7 @@ class Ask(NamedTuple):
         if min_accuracy is not None:
             asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
             if not asked <= floors.best:
-                raise InvalidRequest(
-                    f"min_accuracy: {min_accuracy} % is above the best subnet "
-                    f"({floors.best:g} %); ask for less"
-                )
+                raise floors.unreachable(asked, InvalidRequest)
             floor = floors(asked)
         if priority is not None and type(priority) is not int:
             raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")

@@ -33,6 +33,11 @@ from subnetact.serving.scheduling.worker_states import WorkerStates, patience_ms
 Ended = tuple[Request, str, RequestError | None]
 """A request without an answer, how it ended, and its error; that of a dropped one is made when it is told."""
 
+_NO_PLACE = "queue: %s requests wait already, as many as max_queue allows; retry later, or raise max_queue"
+_NO_SHARE = (
+    "queue: half of its %s places are taken, and this client has had its share of the workers' time; wait for "
+    "answers first"
+)
 _MANY_BLOCKS = 10**6
 """More layer blocks than any subnet has."""
 
@@ -104,7 +109,7 @@ class Scheduler:
     def check_room(self, count: int) -> None:
         """Refuse requests that belong together if not all may wait."""
         if len(self._queue) + count > self.max_queue:
-            raise self._queue_full()
+            raise self._full(_NO_PLACE)
 
     def make_room(self, client: str) -> None:
         """Make room for one more request of a client; a deferred request may be dropped for it."""
@@ -112,18 +117,16 @@ class Scheduler:
         least_ms = SLOWNESS * self.dispatcher.plans[-1].work[0]
         beyond = self._shares is not None and not self._shares.has_left(client, least_ms)
         if beyond and waiting >= self.max_queue / 2:
-            raise QueueFull(
-                f"queue: half of its {self.max_queue} places are taken, and this client has had its share of "
-                "the workers' time; wait for answers first"
-            )
+            raise self._full(_NO_SHARE)
         if waiting >= self.max_queue:
             if not self.dispatcher.deferred:
-                raise self._queue_full()
+                raise self._full(_NO_PLACE)
             self._drop_all(self.dispatcher.deferred.take(1))
 
-    def _queue_full(self) -> QueueFull:
-        text = f"queue: {self.max_queue} requests wait already, as many as max_queue allows"
-        return QueueFull(f"{text}; retry later, or raise max_queue")
+    def _full(self, text: str) -> QueueFull:
+        """Count a request that finds the queue full, and return its error."""
+        self.counts.update(("refused", "full"))
+        return QueueFull(text % self.max_queue)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to those that wait, in the order in which they arrived."""
@@ -148,7 +151,8 @@ class Scheduler:
         return True
 
     def reject(self, request: Request, error: RequestError) -> None:
-        """End a request that ran with an error because of its output."""
+        """End a request that ran with an error because of its output, which is not finite."""
+        self.counts["not_finite"] += 1
         self._end(request, "failed", error)
 
     def close_all(self) -> None:

@@ -112,7 +112,7 @@ def simulate(
         asked = _per_request(0.0 if min_accuracy is None else min_accuracy, count, "min_accuracy")
         floors = Floors(table)
         if (most := float(np.max(asked))) > floors.best:
-            raise TraceError(f"min_accuracy: {most} % is above the best subnet ({floors.best} %)")
+            raise floors.unreachable(most, TraceError)
         if clients is not None and len(clients) != count:
             raise TraceError(f"clients: {len(clients)} names; give one per request ({count})")
         changes = [WorkerEvent(float(t_ms), int(worker), bool(up)) for t_ms, worker, up in events]

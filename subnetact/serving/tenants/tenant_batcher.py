@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import Turns
-from subnetact.serving.scheduling.checks import check_count, check_time
+from subnetact.serving.scheduling.checks import by_name, check_count, check_time
 from subnetact.serving.scheduling.context import Policy
 
 
@@ -91,18 +90,13 @@ class TenantBatcher(ClosedOnExit):
     """
 
     def __init__(self, tenants: Sequence[Tenant], workers: int = 1) -> None:
-        given = list(tenants)
-        if not given or not all(isinstance(tenant, Tenant) for tenant in given):
-            raise PolicyError("tenants: give at least one Tenant(...)")
-        for name, count in Counter(tenant.name for tenant in given).items():
-            if count > 1:
-                raise PolicyError(f"tenants: two are called {name!r}; give each a name of its own")
+        given = by_name(tenants, Tenant, "tenants", PolicyError)
         check_count(workers, "workers")
-        shares = {tenant.name: check_time(tenant.share, f"tenant {tenant.name!r}: share") for tenant in given}
+        shares = {name: check_time(one.share, f"tenant {name!r}: share") for name, one in given.items()}
         self._turns = Turns(shares)
         self.batchers: dict[str, Batcher] = {}
         with ExitStack() as opened:  # those that are open already are closed if another one cannot be opened
-            for tenant in given:
+            for tenant in given.values():
                 batcher = _Sharing(
                     (self._turns, tenant.name),
                     [tenant.engine] * workers,
