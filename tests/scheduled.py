@@ -88,7 +88,7 @@ class Scheduled:
 
     def tick(self) -> list[int]:
         """Let the scheduler do what time requires, and return the workers to start again."""
-        return self.scheduler.tick(self.now)
+        return self.scheduler.tick(self.now)[0]
 
     def ended(self) -> dict[Any, type[RequestError] | RequestError | str]:
         """Return how requests ended without an answer since the last call, by their inputs."""

@@ -102,7 +102,7 @@ class VirtualTime:
                 resting += idle - sum(one.hung_threads for one in states._workers)
                 changed.add(driver._turns.changed)
                 waiting = driver._turns._waiting.items()
-                if any(turns and worker not in driver._turns._holders for worker, turns in waiting):
+                if any(turns and worker not in driver._turns.holders for worker, turns in waiting):
                     return False
         return resting + sum(len(condition._waiters) for condition in changed) == threads
 

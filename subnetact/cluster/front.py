@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from subnetact.serve.app import ServeApp
-from subnetact.serve.base_app import BaseApp, responses_metric
+from subnetact.serve.base_app import responses_metric
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.stats import BatcherStats
 
@@ -49,13 +49,10 @@ class FrontApp(ServeApp):
                 self._fronts, self._replicas = await self._gather()
         await super().__call__(scope, receive, send)
 
-    def prometheus(self) -> str:
-        """Return the metrics of every front and every replica in Prometheus' text format."""
-        replicas = Collector(self._replicas, "subnetact_replica_", "replica").text()
-        return Collector(self._fronts, label="front").text() + replicas + BaseApp.prometheus(self)
-
     def collect(self) -> Iterator[Any]:
-        """Yield the counts of HTTP answers of every front."""
+        """Yield the metrics of every front and every replica."""
+        yield from Collector(self._fronts, label="front").collect()
+        yield from Collector(self._replicas, "subnetact_replica_", "replica").collect()
         fronts = self._fronts.items()
         counts = {(*of, name): n for name, front in fronts for of, n in front.responses.items()}
         yield responses_metric(counts, "front")

@@ -36,10 +36,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def write_json(path: StrPath, found: Any) -> None:
+def write_json(path: StrPath, found: Any, indent: int | None = 1, allow_nan: bool = True) -> None:
     """Write a result as JSON; an earlier file is replaced as a whole."""
+    text = json.dumps(found, indent=indent, allow_nan=allow_nan)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ class DocumentFormat:
 
     def write(self, path: StrPath, facts: Mapping[str, Any], indent: int | None = None) -> None:
         """Write a document of the header and these facts; ValueError if a number is not finite."""
-        text = json.dumps({**self.header, **facts}, indent=indent, allow_nan=False)
-        with replacing(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_json(path, {**self.header, **facts}, indent, allow_nan=False)
 
     def read(self, path: StrPath) -> dict[str, Any]:
         """Return all fields of a document, including those of the header."""

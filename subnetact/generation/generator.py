@@ -265,11 +265,11 @@ class Generator(ClosedOnExit):
         error = BatcherClosed("the generator was closed before the answer was complete")
         self._do(lambda _: self._scheduler.close("", None if drain else error))
         self._news.set()
-        while self._thread.is_alive() and self._thread is not threading.current_thread():
+        while self._watchdog.is_alive() and self._thread is not threading.current_thread():
             if self._scheduler.hangs(self._now_ms()):
                 self._do(lambda _: self._scheduler.close("", error))
                 return
-            self._thread.join(TICK_S)
+            self._watchdog.join(TICK_S)  # which ends behind the other thread
 
     def note_fork(self) -> None:
         """Refuse requests in a forked process, and end those under way: nobody answers them there."""

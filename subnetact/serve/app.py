@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.payloads import Signature, named_tensors
 from subnetact.serving import Answer
 from subnetact.serving.live.batcher import monotonic_ms
-from subnetact.serving.live.stats import BatcherStats
+from subnetact.serving.live.prometheus import Collector, HasStats
 
 SERVER = {"name": "subnetact", "version": __version__, "extensions": ["binary_tensor_data"]}
 OWN_SCRIPTS = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -34,13 +34,9 @@ SAFE_HEADERS = {
 }
 
 
-class _Service(Protocol):
+class _Service(HasStats, Protocol):
     """What answers requests: a `Batcher`, or the client of a cluster, which takes all rows at once."""
 
-    @property
-    def accuracy(self) -> Mapping[int, float]: ...
-    def stats(self) -> BatcherStats: ...
-    def prometheus(self) -> str: ...
     def close(self, drain: bool = True) -> None: ...
 
 
@@ -134,9 +130,10 @@ class ServeApp(BaseApp):
         reason = self.unready()
         return reply({**facts, "ready": not reason}, 503 if reason else 200)
 
-    def prometheus(self) -> str:
-        """Return metrics in Prometheus' text format."""
-        return str(self.batcher.prometheus()) + super().prometheus()
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics of the batcher, and those of the answers."""
+        yield from Collector(self.batcher).collect()
+        yield from super().collect()
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
         """Return in JSON what a client of the address `path` is told of a `refusal`."""

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, InvalidRequest, ServeError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import GONE, LATER, CommonTerms, Raw, Refusal, header_names, refusal_of, reply
+from subnetact.serve.exchange import GONE, LATER, Raw, Refusal, Terms, header_names, refusal_of, reply
 from subnetact.serve.limits import BYTES_PER_VALUE, MEGABYTE, Limits
 from subnetact.serve.logs import request_id, trace_id
 from subnetact.serving.live.batcher import monotonic_ms
@@ -78,7 +78,7 @@ class Exchange(Request):
         if trace := TRACE.fullmatch(fields.get("traceparent", "")):
             trace_id.set(trace[1])
 
-    def header_values(self, kind: type[CommonTerms]) -> dict[str, str]:
+    def header_values(self, kind: type[Terms]) -> dict[str, str]:
         """Return the fields of `kind` that are given as headers.
 
         The header `x-deadline-unix-ms` is the time of day, in ms since 1970, when the answer is due.

@@ -18,7 +18,7 @@ from subnetact.errors import InvalidRequest
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
 
 Model = TypeVar("Model", bound=BaseModel)
-CommonModel = TypeVar("CommonModel", bound="CommonTerms")
+CommonModel = TypeVar("CommonModel", bound="Terms")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
@@ -55,12 +55,18 @@ class Strict(BaseModel):
         return _validated(cls.model_validate, read_json(text))
 
 
-class CommonTerms(Strict):
+class Terms(Strict):
     """What every request may ask for; a name in a header is `x-deadline-ms` and so on."""
 
     deadline_ms: float | None = Field(default=None, gt=0, description="time to the whole answer, in ms")
     min_accuracy: float | None = Field(
         default=None, ge=0, le=100, description="minimum accuracy of the answering subnet, in percent"
+    )
+    priority: int | None = Field(
+        default=None,
+        gt=-(2**31),
+        lt=2**31,
+        description="requests of lower priority expire first; those to language models only if below 0",
     )
 
     @classmethod
@@ -80,14 +86,6 @@ class CommonTerms(Strict):
             if (values.get(name) or 0.0) > most_ms:
                 raise InvalidRequest(f"{name}: got {_shortened(values[name])}, the most is {most_ms:g} ms")
         return terms
-
-
-class Terms(CommonTerms):
-    """What requests to networks may ask for."""
-
-    priority: int | None = Field(
-        default=None, gt=-(2**31), lt=2**31, description="requests of lower priority expire first"
-    )
 
 
 @cache

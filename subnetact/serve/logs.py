@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from contextvars import ContextVar
-from datetime import datetime, timezone
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the HTTP request that is handled, which its lines show."""
@@ -16,22 +16,16 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Lines(logging.Formatter):
-    """Time, level, logger, id of the request, message."""
+    """Time in UTC, level, logger, id of the request, message."""
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
-        """Return the time in UTC, to the millisecond."""
-        time = datetime.fromtimestamp(record.created, timezone.utc)
-        return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    converter = time.gmtime  # type: ignore[assignment]
+    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the first line; a traceback follows."""
         ids = [name for name in (request_id.get(), trace_id.get()) if name]
         request = f"[{' '.join(ids)}] " if ids else ""
         return f"{record.asctime} {record.levelname} {record.name}: {request}{record.message}"
-
-    def usesTime(self) -> bool:  # noqa: N802
-        """Every line has its time."""
-        return True
 
 
 class _Objects(_Lines):
@@ -61,7 +55,7 @@ def setup(level: str = "info", as_json: bool = False) -> None:
         as_json: whether each line is a JSON object.
     """
     root, handler = logging.getLogger(), _Handler(sys.stderr)
-    handler.setFormatter(_Objects() if as_json else _Lines())
+    handler.setFormatter((_Objects if as_json else _Lines)("%(asctime)s"))
     root.handlers[:] = [one for one in root.handlers if not isinstance(one, _Handler)] + [handler]
     logging.getLogger("subnetact").setLevel(level.upper())
     logging.captureWarnings(True)

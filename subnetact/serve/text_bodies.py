@@ -9,7 +9,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 
 from subnetact.errors import InvalidRequest
 from subnetact.generation import Phase
-from subnetact.serve.exchange import CommonTerms, Refusal, Strict
+from subnetact.serve.exchange import Refusal, Strict, Terms
 from subnetact.serve.text_codec import TextCodec
 
 MOST_ANSWERS = 64
@@ -71,14 +71,11 @@ class _Part(Strict):
         return part
 
 
-class TextTerms(CommonTerms):
+class TextTerms(Terms):
     """What may be given as headers, too: `x-llm-d-slo-ttft-ms`, `x-priority` and so on."""
 
     slo_ttft_ms: float | None = Field(default=None, gt=0, description="time to the first token, in ms")
     slo_tpot_ms: float | None = Field(default=None, gt=0, description="time from a token to the next, in ms")
-    priority: int | None = Field(
-        default=None, gt=-(2**31), lt=2**31, description="below 0: served after all others, and dropped first"
-    )
 
 
 class StreamOptions(_Part):

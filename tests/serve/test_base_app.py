@@ -39,8 +39,7 @@ def guarded(request, gated):
     """An application with a token and a name, and an address of it that infers."""
     if request.param == "network":
         with gated(**GUARDS) as (app, _, batcher):
-            batcher.prometheus = batcher.submit = broken
-            app._infer_rows = broken
+            batcher.submit = app.collect = app._infer_rows = broken
             yield app, "/infer"
     else:
         yield broken_text_app(encode=list, decode=broken, **GUARDS), "/v1/completions"

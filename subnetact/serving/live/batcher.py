@@ -27,12 +27,7 @@ from subnetact.serving.live.runner import Runner, check_runner, open_processes, 
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import Turns
 from subnetact.serving.policies import HullFit
-from subnetact.serving.scheduling.checks import (
-    check_count,
-    check_policy,
-    check_positive,
-    check_time,
-)
+from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors

@@ -91,7 +91,7 @@ class Corrections:
         # by subnet and column of the table; -1 stands for all of them
         self._averages: defaultdict[tuple[int, int], _Running] = defaultdict(_Running)
         self._drifted: set[int] = set()
-        self._batches = 0
+        self.batches = 0
 
     def observe(self, subnet: int, batch_size: int, measured_ms: float) -> None:
         """Learn that a batch of the `subnet` with the planned `batch_size` took `measured_ms`."""
@@ -101,9 +101,9 @@ class Corrections:
             return
         x = max(-_CLIP, min(_CLIP, math.log(measured_ms / expected)))
         with self._lock:
-            self._batches += 1
+            self.batches += 1
             for cell in (_ALL, (subnet, -1), (subnet, column)):
-                self._averages[cell].add(x, self._batches)
+                self._averages[cell].add(x, self.batches)
 
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
@@ -113,7 +113,7 @@ class Corrections:
             for i, j in sorted(self._averages):  # coarse ones first
                 running = self._averages[i, j]
                 coarser = max(i, 0), max(j, 0)
-                found = running.towards(float(mean[coarser]), float(variance[coarser]), self._batches)
+                found = running.towards(float(mean[coarser]), float(variance[coarser]), self.batches)
                 cells = (slice(None) if i < 0 else i), (slice(None) if j < 0 else j)
                 mean[cells], variance[cells] = found
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + 2.0 * np.sqrt(variance)))
@@ -124,7 +124,7 @@ class Corrections:
         Subnets that newly drift are logged.
         """
         with self._lock:
-            now, limit, before = self._batches, math.log(self.threshold), self._drifted
+            now, limit, before = self.batches, math.log(self.threshold), self._drifted
             overall = self._averages[_ALL].towards(0.0, 0.0, now)
             logs = {
                 i: running.towards(*overall, now)[0]
@@ -156,7 +156,7 @@ class Corrections:
         """
         with self._lock:
             averages = self._averages.items()
-            rows = [(*cell, one.n, one.mean, one.variance, one.at - self._batches) for cell, one in averages]
+            rows = [(*cell, one.n, one.mean, one.variance, one.at - self.batches) for cell, one in averages]
         CORRECTIONS.write(path, {"table": _fingerprint(self.table), "averages": rows})
 
     def load(self, path: StrPath) -> None:
@@ -184,7 +184,7 @@ class Corrections:
                 averages[i, j] = _Running(n, mean, variance, at)
         with self._lock:
             for running in averages.values():
-                running.at += self._batches
+                running.at += self.batches
             self._averages = averages
             self.loads += 1
 

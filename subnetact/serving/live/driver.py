@@ -90,7 +90,6 @@ class Driver:
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
         self._undelivered = 0
         self._waking = self._watchdog_sleeps = False
-        self._running: dict[int, tuple[Job, Turn]] = {}  # what the watchdog ends if it hangs
         self._current: dict[int, threading.Thread] = {}
         self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
         self._ticked = threading.Event()
@@ -181,7 +180,7 @@ class Driver:
                 with computing():
                     self._deliver(outcomes)
                     if job is not None:
-                        self._run(job, turn)
+                        self._run(job)
                         if job.abandoned:
                             break
                     job, outcomes, work = None, [], None  # frees tensors here, a computation
@@ -241,12 +240,10 @@ class Driver:
             histograms["decision_ms"].add(self.clock_ms() - now)
         return job
 
-    def _run(self, job: Job, turn: Turn) -> None:
-        if job.preempted is None:  # it is abandoned together with what preempts it
-            self._running[job.worker] = job, turn
+    def _run(self, job: Job) -> None:
         while job.part and not job.abandoned:
             try:
-                outputs: Any = self._outputs(job, turn)
+                outputs: Any = self._outputs(job)
                 if isinstance(outputs, Mapping):
                     raise TypeError("the engine returned a mapping; run() returns one output per input")
                 outputs = list(outputs)  # a generator that raises makes the batch fail, not the worker
@@ -269,7 +266,7 @@ class Driver:
                 outcomes = self._answer(job, outputs, rejected)
             self._deliver(outcomes)
 
-    def _outputs(self, job: Job, turn: Turn) -> Any:
+    def _outputs(self, job: Job) -> Any:
         """Run the current part of a job, and between its blocks what is more urgent."""
         runner: Any = self._runners[job.worker]
         inputs = [request.x for request in job.part]
@@ -286,7 +283,7 @@ class Driver:
                 outcomes = self._outcomes()
             self._deliver(outcomes)
             if urgent is not None:
-                self._run(urgent, turn)
+                self._run(urgent)
         return [None] * len(inputs) if job.abandoned else run.outputs()
 
     def _answer(self, job: Job, outputs: Sequence[Any], rejected: Sequence[int]) -> list[Outcome]:
@@ -397,22 +394,21 @@ class Driver:
 
     def _tick(self) -> None:
         with self.lock:
-            revived = self.scheduler.tick(self.clock_ms())
+            now = self.clock_ms()
+            revived, hung = self.scheduler.tick(now)
             outcomes = self._outcomes()
-            hung = [worker for worker, (job, _) in self._running.items() if job.abandoned]
-            for worker in hung:
-                job, turn = self._running.pop(worker)
-                self._turns.end(turn, self.clock_ms())
-                facts = worker, len(job.part), job.subnet, self.clock_ms() - job.started_ms, job.expected_ms
-                pid = getattr(self._runners[worker], "pid", None)
+            for job in hung:
+                self._turns.end(self._turns.holders[job.worker], now)
+                facts = job.worker, len(job.part), job.subnet, now - job.started_ms, job.expected_ms
+                pid = getattr(self._runners[job.worker], "pid", None)
                 end = "another thread replaces it" if pid is None else f"process {pid} is killed"
                 self.scheduler.warnings.append((_HUNG, (*facts, end), None))
             if hung:
                 self._wake_all()
         if outcomes:
             self._owed.put(outcomes)
-        for worker in hung:
-            abandon: Any = getattr(self._runners[worker], "abandon", None)
+        for job in hung:
+            abandon: Any = getattr(self._runners[job.worker], "abandon", None)
             if abandon is not None:
                 with suppress(Exception):  # the worker is replaced in any case
                     abandon()

@@ -48,14 +48,12 @@ class Learner:
         self._tables, self._table, self._dispatcher = list(tables), table, dispatcher
         self._lock, self._clock_ms, self._learn = lock, clock_ms, learn
         self._applied = np.ones((2, *table.latency_ms.shape))  # ratios of the typical and of the slow batch
-        self._batches = 0
         self._seen = 0, 0
         self._limits: dict[int, int] = {}  # those that the policy plans with
         self._next_ms = 0.0
 
     def observe(self, job: Job, took_ms: float) -> None:
         """Learn from a part of a job that ran, before the job advances. The caller holds the lock."""
-        self._batches += 1
         own = self._tables[job.shape]
         column = own.pad_index[job.size]
         if own is not self._table:
@@ -72,7 +70,7 @@ class Learner:
             if started < self._next_ms and not at_once:
                 return False
             self._next_ms = started + _LEAST_PAUSE_MS
-            learned, dropping = (self._batches, self.corrections.loads), self.dropping
+            learned, dropping = (self.corrections.batches, self.corrections.loads), self.dropping
             self.dropping, limits = False, dict(self._dispatcher.limits)
             if dropping and learned == self._seen:
                 self.corrections.relax()

@@ -17,11 +17,15 @@ Metric = tuple[str, str, str, Sequence[str], list[Any]]
 """Kind, name, text and labels of a metric, and its samples: values of labels, and numbers."""
 
 
-class _HasStats(Protocol):
-    @property
-    def accuracy(self) -> Mapping[int, float]: ...
+class HasStats(Protocol):
+    """What has the metrics of a batcher."""
 
-    def stats(self) -> BatcherStats: ...
+    @property
+    def accuracy(self) -> Mapping[int, float]:
+        """Percent per subnet id."""
+
+    def stats(self) -> BatcherStats:
+        """Return the counters."""
 
 
 class Collector:
@@ -41,7 +45,7 @@ class Collector:
 
     def __init__(
         self,
-        batchers: _HasStats | Mapping[str, _HasStats],
+        batchers: HasStats | Mapping[str, HasStats],
         prefix: str = "subnetact_",
         label: str = "model",
     ) -> None:

@@ -24,7 +24,7 @@ class Turns:
     those that want it. A driver that was idle starts at the present virtual time, so that idleness earns
     no credit. A driver thus waits for one batch of another, however many requests that has.
     `changed` tells the threads that wait for a turn to look again; `used_ms` is the time that each driver
-    used on all workers.
+    used on all workers, and `holders` are the turns that have begun, by worker.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -34,7 +34,7 @@ class Turns:
         self._shares = dict(shares)
         self._virtual = dict.fromkeys(shares, 0.0)
         self._now = 0.0
-        self._holders: dict[int, Turn] = {}
+        self.holders: dict[int, Turn] = {}
         self._waiting: dict[int, list[Turn]] = {}
 
     def want(self, turn: Turn) -> None:
@@ -54,18 +54,18 @@ class Turns:
         """Begin a turn that waits if its worker is free and it goes first; return whether it began."""
         waiting = self._waiting[turn.worker]
         first = min(waiting, key=lambda one: (self._virtual[one.name], one.name))
-        if turn.worker in self._holders or first.name != turn.name:
+        if turn.worker in self.holders or first.name != turn.name:
             return False
         waiting.remove(turn)
         self._now = max(self._now, self._virtual[turn.name])
         turn.began_ms = now_ms
-        self._holders[turn.worker] = turn
+        self.holders[turn.worker] = turn
         return True
 
     def end(self, turn: Turn, now_ms: float) -> None:
         """End a turn, if it holds its worker (still)."""
-        if self._holders.get(turn.worker) is turn:
-            del self._holders[turn.worker]
+        if self.holders.get(turn.worker) is turn:
+            del self.holders[turn.worker]
             used_ms = now_ms - turn.began_ms
             self.used_ms[turn.name] += used_ms
             self._virtual[turn.name] += used_ms / self._shares[turn.name]

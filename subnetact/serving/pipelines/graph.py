@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class StageGraph:
     edge, for example its condition.
     """
 
-    def __init__(self, after: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(self, after: Mapping[str, Mapping[str, Any]]) -> None:
         self.after = after
         feeding = {other for edges in after.values() for other in edges}
         if unknown := feeding - after.keys():

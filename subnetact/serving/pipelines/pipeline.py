@@ -155,8 +155,7 @@ class Pipeline(ClosedOnExit):
 
     def __init__(self, stages: Sequence[Stage], *, slo_ms: float, sample: Any, **options: Any) -> None:
         self._stages = by_name(stages, Stage, "stages", PipelineError)
-        self._conditions = {name: stage.conditions for name, stage in self._stages.items()}
-        self.graph = StageGraph(self._conditions)
+        self.graph = StageGraph({name: stage.conditions for name, stage in self._stages.items()})
         self.slo_ms = check_time(slo_ms, "slo_ms")
         tables = {name: table_of(stage) for name, stage in self._stages.items()}
         inputs = {name: stage.inputs if stage.each else 1.0 for name, stage in self._stages.items()}
@@ -200,7 +199,7 @@ class Pipeline(ClosedOnExit):
 
     def _inputs(self, name: str, x: Any, outputs: Mapping[str, Any]) -> list[Any] | None:
         """Return the inputs of a stage; None if the request takes no edge that leads to it."""
-        stage, conditions = self._stages[name], self._conditions[name]
+        stage, conditions = self._stages[name], self.graph.after[name]
         if conditions:
             taken = {
                 other: outputs[other]
@@ -329,7 +328,7 @@ class Pipeline(ClosedOnExit):
                 return
             outputs, sinks = trip.outputs, self.graph.sinks
             outputs[name] = output
-            feeding = self._conditions.items()
+            feeding = self.graph.after.items()
             ready = [other for other, edges in feeding if name in edges and edges.keys() <= outputs.keys()]
             ended = len(outputs) == len(feeding)
         for other in ready:

@@ -35,8 +35,8 @@ Ended = tuple[Request, str, RequestError | None]
 
 _NO_PLACE = "queue: %s requests wait already, as many as max_queue allows; retry later, or raise max_queue"
 _NO_SHARE = (
-    "queue: half of its %s places are taken, and this client has had its share of the workers' time; wait for "
-    "answers first"
+    "queue: half of its %s places are taken, and this client has had its share of the workers' time; "
+    "wait for answers first"
 )
 _MANY_BLOCKS = 10**6
 """More layer blocks than any subnet has."""
@@ -265,16 +265,17 @@ class Scheduler:
                 failure = WorkerDied(f"{text}; look at the input and the engine")
                 self._retry(request, one, now_ms, _caused(failure, error))
 
-    def tick(self, now_ms: float) -> list[int]:
-        """Do what the passage of time alone requires.
+    def tick(self, now_ms: float) -> tuple[list[int], list[Job]]:
+        """Do what the passage of time alone requires; return the workers to start, and the jobs that hang.
 
         Workers that ran past their limit are taken to hang, expired requests are dropped although no worker
         is idle or up, and workers whose pause is over are brought back.
         """
-        for job in list(self.jobs.values()):
-            if now_ms > job.limit_ms:
-                self._abandon(job, now_ms)
-            elif now_ms > job.started_ms + max(50.0, 5.0 * job.expected_ms):
+        hung = [job for job in self.jobs.values() if now_ms > job.limit_ms]
+        for job in hung:
+            self._abandon(job, now_ms)
+        for job in self.jobs.values():
+            if now_ms > job.started_ms + max(50.0, 5.0 * job.expected_ms):
                 self.workers.free_at_ms[job.worker] = math.inf
         revived = [] if self.is_over else self.workers.restart(now_ms)
         self.counts["revived"] += len(revived)
@@ -286,7 +287,7 @@ class Scheduler:
                 self._end(request, "dropped")
         if len(self) and not self.workers.up() and not self.workers.is_opening():
             self._end_those_without_worker(now_ms)
-        return revived
+        return revived, hung
 
     # -- at any time ---------------------------------------------------------------------------------
 

@@ -44,13 +44,14 @@ class WorkerEvent(NamedTuple):
 class _Run:
     """A job on a worker, which runs in `steps` steps, of which `done` have ended.
 
-    It started at `began_ms` for the first time, and at `start_ms` since it was suspended last.
+    It started at `began_ms` for the first time, and at `start_ms` since it was suspended last. `before` is
+    the job that waits for its end, if it preempted one.
     """
 
-    __slots__ = ("began_ms", "done", "finish_ms", "job", "start_ms", "step_ms", "steps")
+    __slots__ = ("before", "began_ms", "done", "finish_ms", "job", "start_ms", "step_ms", "steps")
 
-    def __init__(self, job: Job, now_ms: float, took_ms: float, steps: float) -> None:
-        self.job, self.steps, self.done = job, steps, 0
+    def __init__(self, job: Job, now_ms: float, took_ms: float, steps: float, before: _Run | None) -> None:
+        self.job, self.steps, self.done, self.before = job, steps, 0, before
         self.start_ms = self.began_ms = now_ms
         self.finish_ms = now_ms + took_ms
         self.step_ms = took_ms / steps
@@ -109,14 +110,12 @@ class EventLoop:
         self._switch_ms = float(getattr(self.policy, "switch_ms", 0.0))
         self._now = 0.0
         self._idle = list(range(self.workers))
-        self._stacks: list[list[_Run]] = [[] for _ in range(self.workers)]  # what runs, on what is suspended
         #: what happens when: ends of steps, by worker, and after those of the same time the events of workers
         self._agenda: list[tuple[float, float, int, _Run | WorkerEvent]] = [
             (event.t_ms, math.inf, i, event) for i, event in enumerate(self.events)
         ]
         heapify(self._agenda)
         self._between: list[_Run] = []  # jobs that are between two steps now
-        self._down: set[int] = set()
         self._last_subnet = [-1] * self.workers
         self._serial = count(1)
         self._feed = self._arriving()
@@ -183,14 +182,14 @@ class EventLoop:
                 self._plan_step(run)
             else:
                 run.start_ms = now  # until it goes on
-                self._start(urgent)
+                self._start(urgent, run)
         scheduler.ended.clear()
 
     def took_ms(self, job: Job) -> float:
         """Return the latency, ms, of a job that starts now, with what the policy does not see."""
         return job.expected_ms * next(self._noise) + self.overhead_ms
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, before: _Run | None = None) -> None:
         now, worker, subnet = self._now, job.worker, job.subnet
         took = self.took_ms(job)
         if self._last_subnet[worker] != subnet:
@@ -200,8 +199,7 @@ class EventLoop:
             self._last_subnet[worker] = subnet
         blocks = self.blocks
         steps = blocks / self._scheduler.block_length(job, blocks)
-        run = _Run(job, now, took + self.look_ms * (math.ceil(steps) - 1), steps)
-        self._stacks[worker].append(run)
+        run = _Run(job, now, took + self.look_ms * (math.ceil(steps) - 1), steps, before)
         self._plan_step(run)
         if self._result.decisions is not None:
             asked = worker, job.queued, job.slack_ms, subnet, job.size, len(job.part)
@@ -215,18 +213,15 @@ class EventLoop:
 
     def _step_ends(self, run: _Run) -> None:
         now, worker = self._now, run.job.worker
-        stack = self._stacks[worker]
-        if not stack or stack[-1] is not run:
+        if self._scheduler.jobs.get(worker) is not run.job:
             return  # the worker went down meanwhile
         if now < run.finish_ms:
             run.done += 1
             self._between.append(run)
             return
-        stack.pop()
         self._count(run)
         self._scheduler.finished(run.job, now)
-        if stack:  # a suspended job goes on
-            before = stack[-1]
+        if (before := run.before) is not None:  # a suspended job goes on
             before.finish_ms += now - before.start_ms
             before.start_ms = now
             self._last_subnet[worker] = before.job.subnet
@@ -252,19 +247,17 @@ class EventLoop:
 
     def _worker_event(self, event: WorkerEvent) -> None:
         worker = event.worker
-        if event.up == (worker not in self._down):
+        if event.up == self._scheduler.workers.is_up(worker):
             return
         if event.up:
-            self._down.remove(worker)
             self._scheduler.workers.started(worker, self._now)
             self._last_subnet[worker] = -1
             heappush(self._idle, worker)
             return
-        self._down.add(worker)
         if worker in self._idle:
             self._idle.remove(worker)
             heapify(self._idle)
-        self._stacks[worker].clear()
+        self._between = [run for run in self._between if run.job.worker != worker]
         self._scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
 
     def _finished(self) -> SimulationResult:
