@@ -32,7 +32,7 @@ from subnetact.serving import (
     superserve_a40,
     time_varying,
 )
-from subnetact.serving.policies import policy_names
+from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter
 from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.simulation.datasets import trace_series

@@ -42,8 +42,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
+from subnetact.serving import Fixed, HullFit
 from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.traces import bursty
 from subnetact.spec import SubnetSpec

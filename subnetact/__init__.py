@@ -100,7 +100,8 @@ if TYPE_CHECKING:
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
     from subnetact.profile.sweep import profile_latency
     from subnetact.serving.live.batcher import Batcher
-    from subnetact.serving.policies import HullFit, SlackFit
+    from subnetact.serving.policies.hullfit import HullFit
+    from subnetact.serving.policies.slackfit import SlackFit
     from subnetact.serving.simulation.simulator import simulate
     from subnetact.space import Axis, SubnetSpace
     from subnetact.spec import SubnetSpec
@@ -117,10 +118,10 @@ _HOME = {
     "Axis": "space",
     "Batcher": "serving.live.batcher",
     "Engine": "engine.engine",
-    "HullFit": "serving.policies",
+    "HullFit": "serving.policies.hullfit",
     "LatencyTable": "latency.table",
     "LayerSelect": "operators",
-    "SlackFit": "serving.policies",
+    "SlackFit": "serving.policies.slackfit",
     "SubnetNorm": "operators",
     "SubnetSpace": "space",
     "SubnetSpec": "spec",

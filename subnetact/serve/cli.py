@@ -102,11 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
         setup(args.log_level, args.log_format == "json")
-        app = _open(args)
-        try:
-            run(app, args.host, args.port, args.grace_s)
-        finally:
-            app.close(drain=False)
+        run(_open(args), args.host, args.port, args.grace_s)
 
     return reported(serve, options().parse_args(arguments), "subnetact.serve")
 

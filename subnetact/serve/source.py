@@ -16,7 +16,7 @@ from subnetact.latency.origin import doubts, scheduling_table
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.source import build_model
 from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.policies import make_policy
+from subnetact.serving.policies.registry import make_policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 
 

@@ -23,17 +23,12 @@ from subnetact.serving.pipelines.model import PipelineModel, StageModel
 from subnetact.serving.pipelines.pipeline import Pipeline, PipelineAnswer
 from subnetact.serving.pipelines.planner import PipelinePlan, plan_pipeline
 from subnetact.serving.pipelines.stage import Stage
-from subnetact.serving.policies import (
-    CheapestFeasible,
-    Fixed,
-    HullFit,
-    MaxAcc,
-    MaxBatch,
-    ModelSwitching,
-    Preemptive,
-    SlackFit,
-    make_policy,
-)
+from subnetact.serving.policies.baselines import CheapestFeasible, Fixed, MaxAcc, MaxBatch
+from subnetact.serving.policies.hullfit import HullFit
+from subnetact.serving.policies.model_switching import ModelSwitching
+from subnetact.serving.policies.preemptive import Preemptive
+from subnetact.serving.policies.registry import make_policy
+from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.scheduling.context import Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.datasets import load_trace, superserve_a40

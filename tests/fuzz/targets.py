@@ -71,8 +71,8 @@ from subnetact.profile.measurements import Measurements
 from subnetact.profile.pipeline import ProfileJob, checked
 from subnetact.profile.source import ProfileSource
 from subnetact.serve.cli import main as serve_main
+from subnetact.serving import Fixed, make_policy
 from subnetact.serving.live.corrections import Corrections
-from subnetact.serving.policies import Fixed, make_policy
 from subnetact.serving.simulation import traces
 from subnetact.serving.simulation.cli import main as simulate_main
 from subnetact.serving.simulation.replay import LiveRun

@@ -33,7 +33,7 @@ from subnetact.errors import (
 from subnetact.latency.origin import doubts, require_measured_on, restamped
 from subnetact.latency.plot import plot_front
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import HullFit
+from subnetact.serving import HullFit
 from subnetact.serving.simulation.datasets import superserve_a40
 
 

@@ -30,8 +30,8 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.latency.table import LatencyTable
+from subnetact.serving import Fixed, HullFit, SlackFit
 from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.policies import Fixed, HullFit, SlackFit
 from subnetact.supernet.supernet import Supernet
 
 

@@ -14,9 +14,7 @@ from scheduled import Scheduled
 
 from subnetact.errors import FileFormatError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.live.corrections import Corrections
-from subnetact.serving.policies import (
+from subnetact.serving import (
     CheapestFeasible,
     Fixed,
     HullFit,
@@ -25,6 +23,8 @@ from subnetact.serving.policies import (
     ModelSwitching,
     SlackFit,
 )
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.scheduling.context import Context
 
 

@@ -17,8 +17,8 @@ from scheduled import Scheduled
 
 from subnetact.errors import BatchFailed, DeadlinePassed, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Batcher, poisson, simulate
-from subnetact.serving.policies import (
+from subnetact.serving import (
+    Batcher,
     CheapestFeasible,
     Fixed,
     HullFit,
@@ -26,8 +26,10 @@ from subnetact.serving.policies import (
     MaxBatch,
     SlackFit,
     make_policy,
-    policy_names,
+    poisson,
+    simulate,
 )
+from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable

@@ -13,8 +13,20 @@ from hypothesis import strategies as st
 
 from subnetact.errors import InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, poisson, simulate, superserve_a40
-from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, SlackFit
+from subnetact.serving import (
+    Batcher,
+    CheapestFeasible,
+    Fixed,
+    HullFit,
+    MaxAcc,
+    MaxBatch,
+    SlackFit,
+    Tenant,
+    TenantBatcher,
+    poisson,
+    simulate,
+    superserve_a40,
+)
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_deadline
 from subnetact.serving.scheduling.context import ArrivalMeter, Context

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from subnetact.serving.policies import make_policy
+from subnetact.serving import make_policy
 from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson

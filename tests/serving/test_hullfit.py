@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import Fixed, HullFit, SlackFit
+from subnetact.serving import Fixed, HullFit, SlackFit
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue

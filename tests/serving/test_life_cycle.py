@@ -14,7 +14,7 @@ from scheduled import Scheduled
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung, failure_text
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
+from subnetact.serving import HullFit, MaxAcc, SlackFit
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.request import Job
 

@@ -13,11 +13,10 @@ from virtual_time import VirtualTime
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
+from subnetact.serving import HullFit, Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.model import StageChoice, estimate_pipeline
 from subnetact.serving.pipelines.pipeline import PipelineStats
-from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 
 FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import (
+from subnetact.serving import (
     CheapestFeasible,
     Fixed,
     HullFit,
@@ -16,8 +16,8 @@ from subnetact.serving.policies import (
     ModelSwitching,
     SlackFit,
     make_policy,
-    policy_names,
 )
+from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull
 from subnetact.serving.scheduling.queue import EDFQueue

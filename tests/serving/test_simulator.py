@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import Fixed, HullFit, SlackFit, make_policy
+from subnetact.serving import Fixed, HullFit, SlackFit, make_policy
 from subnetact.serving.simulation.simulator import WorkerEvent, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 

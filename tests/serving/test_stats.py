@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from subnetact import __version__
 from subnetact.errors import DeadlinePassed, FileFormatError, MissingExtra, QueueFull, WriteError
+from subnetact.serving import Fixed
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.histograms import Histogram
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.policies import Fixed
 from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.replay import LiveRun

@@ -18,9 +18,9 @@ from fake_runners import FOREVER, TABLE, Echo, batcher_threads
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed
 from subnetact.latency.table import LatencyTable
+from subnetact.serving import Fixed
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.rate_limited_log import RateLimitedLog
-from subnetact.serving.policies import Fixed
 
 
 class Clock:

@@ -26,7 +26,7 @@ from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import Turns
-from subnetact.serving.policies import HullFit
+from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares

@@ -94,8 +94,7 @@ class BatcherStats:
         """Return the snapshot as numbers, strings, lists and dictionaries with string keys."""
         shares = {"attainment": self.attainment, "mean_accuracy": self.mean_accuracy}
         known = {name: None if math.isnan(value) else value for name, value in shares.items()}
-        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), **known}))
-        return plain
+        return dict(json.loads(json.dumps({**asdict(self), **known})))
 
     def to_json(self) -> str:
         """Return the snapshot as JSON."""

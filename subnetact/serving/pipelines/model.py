@@ -20,7 +20,7 @@ from subnetact.errors import PipelineError
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph
-from subnetact.serving.policies import HullFit
+from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import by_name, check_accuracy, check_time
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult

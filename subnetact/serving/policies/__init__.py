@@ -1,4 +1,4 @@
-"""The scheduling policies, and their names for command lines (`make_policy`).
+"""The scheduling policies, and their names for command lines.
 
 A policy decides which subnet and batch size an idle worker runs next.
 
@@ -6,25 +6,5 @@ A policy decides which subnet and batch size an idle worker runs next.
 * `hullfit`: HullFit; `slackfit`: SlackFit; `model_switching`: ModelSwitching.
 * `baselines`: Fixed, CheapestFeasible, MaxBatch and MaxAcc.
 * `preemptive`: Preemptive, which lets running batches of any policy give way to urgent requests.
+* `registry`: `make_policy`, and the names.
 """
-
-from subnetact.serving.policies.baselines import CheapestFeasible, Fixed, MaxAcc, MaxBatch
-from subnetact.serving.policies.hullfit import HullFit
-from subnetact.serving.policies.model_switching import ModelSwitching
-from subnetact.serving.policies.preemptive import Preemptive
-from subnetact.serving.policies.registry import POLICIES, make_policy, policy_names
-from subnetact.serving.policies.slackfit import SlackFit
-
-__all__ = [
-    "POLICIES",
-    "CheapestFeasible",
-    "Fixed",
-    "HullFit",
-    "MaxAcc",
-    "MaxBatch",
-    "ModelSwitching",
-    "Preemptive",
-    "SlackFit",
-    "make_policy",
-    "policy_names",
-]

@@ -36,8 +36,7 @@ from subnetact.files.documents import checksum, described, write_json
 from subnetact.latency.arrays import Floats
 from subnetact.latency.plot import need_matplotlib
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import POLICIES, make_policy, policy_names
-from subnetact.serving.policies.registry import PAPER_NAMES
+from subnetact.serving.policies.registry import PAPER_NAMES, POLICIES, make_policy, policy_names
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.frontier import time_per_request
