@@ -91,20 +91,13 @@ class ElasticDecoder(nn.Module):
                 f"continuous batching has no cache for {min(strange)}; use view.generate and switch"
             )
         permitted = {"exact", "approximate"} if allow_approximate else {"exact"}
-
-        def alike(relations: set[str]) -> list[int]:
-            """Return per subnet the first one to which it has one of the relations."""
-            firsts = []
-            for spec in subnets:
-                related = (cache_relation(supernet, other, spec) in relations for other in subnets)
-                firsts.append(next(i for i, is_related in enumerate(related) if is_related))
-            return firsts
-
-        self.kinds = CacheKinds(alike(permitted), alike({"exact"}))
+        relations = [[cache_relation(supernet, other, spec) for other in subnets] for spec in subnets]
+        firsts = [next(i for i, one in enumerate(row) if one in permitted) for row in relations]
+        self.kinds = CacheKinds(firsts, [row.index("exact") for row in relations])
         if not allow_recompute and (others := [i for i, first in enumerate(self.kinds.shared) if first]):
-            relation = cache_relation(supernet, subnets[0], subnets[others[0]])
             raise CacheMismatch(
-                f"the key-value caches of {subnets[0]} and {subnets[others[0]]} are {relation}, so a subnet "
+                f"the key-value caches of {subnets[0]} and {subnets[others[0]]} are "
+                f"{relations[others[0]][0]}, so a subnet "
                 "cannot follow the other; take subnets that keep the same layers and heads, accept "
                 "approximate caches with allow_approximate=True, or for phases allow_recompute=True"
             )

@@ -103,7 +103,8 @@ class StepPolicy:
             for budget, share in thinking.items():
                 check_within(budget, "thinking", 1)
                 check_within(share, f"thinking[{budget}]", 0.0, 1.0, whole=False)
-            self._budgets = {float(budget): share for budget, share in thinking.items()} or self._budgets
+            pairs = sorted(thinking.items(), reverse=True)  # the longest first
+            self._budgets = {float(budget): share for budget, share in pairs} or self._budgets
         self.budget = max(self._budgets)
         self._arrivals, self._credit = ArrivalMeter(), 0.0
         self._usual = [0.0] * 4  # tokens to think, to answer and of the prompt, and time to the first one, ms
@@ -180,7 +181,7 @@ class StepPolicy:
     def _refused(
         self, crowd: Crowd, context: float, sequences: int, slack_ms: float, times: Sequence[float]
     ) -> set[int]:
-        """Return the subnets with which others than those of the step would be late, now or later."""
+        """Return the subnets with which others would be late, now or later; `budget` falls as needed."""
         full = len(crowd.active) if not crowd.waiting else crowd.places
         step_ms, prompt_ms = self._speeds(max(full, 1), context)
         longer, rows = self._longer, list(zip(step_ms, prompt_ms, strict=True))
@@ -188,10 +189,7 @@ class StepPolicy:
         refused = self._beyond_load(crowd, context)
         refused |= {i for i in self._order if times[i] + reserve_ms > slack_ms}
         waiting = [one for one in crowd.waiting[:MOST_CLAIMS] if not one.ask.sheddable]
-        for budget in [
-            self.budget,
-            *sorted([one for one in self._budgets if one < self.budget], reverse=True),
-        ]:
+        for budget in [self.budget, *(one for one in self._budgets if one < self.budget)]:
             self.budget = budget
             claims = self.claims(crowd, step_ms, prompt_ms)
             late = {

@@ -39,7 +39,7 @@ def require_measured_on(
         raise ProfileMismatch(f"{name}: {wrong}; profile this engine")
 
 
-def require_program(table: LatencyTable, program: str, advice: str, name: str = "table") -> None:
+def require_program(table: LatencyTable, program: str, advice: str) -> None:
     """Refuse a table that was measured on another kind of program than the one that will run.
 
     The stamp of a measured table names the kind: `engine`, `torchscript`, `torch.export`, `aotinductor` or
@@ -48,7 +48,7 @@ def require_program(table: LatencyTable, program: str, advice: str, name: str = 
     measured = table.stamp.get("program", "engine" if "mode" in table.stamp else program)
     if measured != program:
         raise ProfileMismatch(
-            f"{name}: its latencies are those of the program {measured!r}, and {program!r} runs, which has "
+            f"table: its latencies are those of the program {measured!r}, and {program!r} runs, which has "
             f"others; {advice}"
         )
 

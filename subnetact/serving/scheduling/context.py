@@ -28,16 +28,19 @@ class ArrivalMeter:
         self.start_ms: float | None = None
         self.total = 0
 
-    def extend(self, times_ms: Sequence[float]) -> None:
-        """Record several arrivals."""
+    def extend(self, times_ms: Sequence[float]) -> list[float]:
+        """Record several arrivals; return their times, which never fall, whatever clocks threads read."""
+        last = self._times[-1] if self._times else times_ms[0]
+        times = [last := max(last, ms) for ms in times_ms]
         if self.start_ms is None:
-            self.start_ms = times_ms[0]
-        self._times.extend(times_ms)
-        self.total += len(times_ms)
+            self.start_ms = times[0]
+        self._times.extend(times)
+        self.total += len(times)
         if len(self._times) > self._limit:
             self._forgotten_ms = self._times[-1] - self._horizon_ms
             del self._times[: bisect_left(self._times, self._forgotten_ms)]
             self._limit = max(8192, 2 * len(self._times))
+        return times
 
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:
         """Return the arrival rate of a window that ends now, as far back as arrivals are remembered."""

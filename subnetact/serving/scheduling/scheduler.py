@@ -97,7 +97,6 @@ class Scheduler:
         self._queue = self.dispatcher.queue
         self._suspects: list[tuple[Request, int, int]] = []
         self._ran: set[tuple[int, int, int]] = set()
-        self._last_arrival_ms = -math.inf
         self._heard = True  # whether what the policies observe is of use to them
 
     def __len__(self) -> int:
@@ -130,11 +129,8 @@ class Scheduler:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to those that wait, in the order in which they arrived."""
-        last = self._last_arrival_ms  # threads may read the clock in another order than they add requests
-        times = [last := max(last, request.accepted_ms) for request in requests]
-        self._last_arrival_ms = last
         self.counts["submitted"] += len(requests)
-        self.dispatcher.arrivals.extend(times)
+        times = self.dispatcher.arrivals.extend([request.accepted_ms for request in requests])
         for request, now in zip(requests, times, strict=True):
             if self._shares is not None:
                 cost_ms = self.dispatcher.work_ms(request)
