@@ -76,15 +76,11 @@ class Terms(Strict):
 
     def completed(self, kind: type[CommonModel], texts: Mapping[str, str], most_ms: float) -> CommonModel:
         """Return terms with what the body leaves out from texts; times beyond the limit are refused."""
-        terms = self if isinstance(self, kind) else kind()
-        if texts:
-            terms, fields = _validated(kind.model_validate_strings, dict(texts)), vars(self)
-            names = [name for name in kind.model_fields if fields.get(name) is not None]
-            vars(terms).update((name, fields[name]) for name in names)
-        values = vars(terms)
-        for name in ("deadline_ms", "slo_ttft_ms", "slo_tpot_ms"):
-            if (values.get(name) or 0.0) > most_ms:
-                raise InvalidRequest(f"{name}: got {_shortened(values[name])}, the most is {most_ms:g} ms")
+        own = {name: one for name, one in self if name in kind.model_fields and one is not None}
+        terms = _validated(kind.model_validate_strings, dict(texts)).model_copy(update=own)
+        for name, one in terms:
+            if name.endswith("_ms") and (one or 0.0) > most_ms:
+                raise InvalidRequest(f"{name}: got {_shortened(one)}, the most is {most_ms:g} ms")
         return terms
 
 

@@ -169,8 +169,7 @@ class Dispatcher:
             slower, (full_ms, most) = self.slowness, plan.full
             lasts = (slower * full_ms, most), slower * plan.fastest
             positions = unaffordable(queue, now_ms, self.context.free_at_ms, *lasts)
-            if positions:
-                self._drop_or_defer(queue.take_at(positions))
+            self._drop_or_defer(queue.take_at(positions))
         queued = len(queue)
         if not queued:
             return self.cheapest_batch(now_ms, worker)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from subnetact.errors import (
     BatcherClosed,
@@ -254,12 +254,10 @@ class Scheduler:
         """Give the requests of a worker that died a second try."""
         self.counts["died"] += 1
         self.workers.died(worker, now_ms)
-        job = self.jobs.pop(worker, None)
         text = f"a worker died over this request, twice: {failure_text(error)}"
-        for one in [] if job is None else job.on_worker():
-            for request in one.requests():
-                failure = WorkerDied(f"{text}; look at the input and the engine")
-                self._retry(request, one, now_ms, _caused(failure, error))
+        if job := self.jobs.pop(worker, None):
+            text = f"{text}; look at the input and the engine"
+            self._retry(job, now_ms, lambda: _caused(WorkerDied(text), error))
 
     def tick(self, now_ms: float) -> tuple[list[int], list[Job]]:
         """Do what the passage of time alone requires; return the workers to start, and the jobs that hang.
@@ -390,16 +388,17 @@ class Scheduler:
                 return self._begun(job, now_ms)
         return None
 
-    def _retry(self, request: Request, job: Job, now_ms: float, failure: BatchFailed) -> None:
-        """Give a request whose worker was lost a second try, if this is its first loss and time is left."""
-        if self._is_too_late(request, job.subnet, now_ms):
-            self._end(request, "dropped")
-        elif request.retried:
-            self._end(request, "failed", failure)
-        else:
-            request.retried = True
-            self.counts["retried"] += 1
-            self._suspects.append((request, job.subnet, job.worker))
+    def _retry(self, lost: Job, now_ms: float, failure: Callable[[], BatchFailed]) -> None:
+        """Give requests whose worker was lost a second try, if it is their first loss and time is left."""
+        for request, job in [(request, one) for one in lost.on_worker() for request in one.requests()]:
+            if self._is_too_late(request, job.subnet, now_ms):
+                self._end(request, "dropped")
+            elif request.retried:
+                self._end(request, "failed", failure())
+            else:
+                request.retried = True
+                self.counts["retried"] += 1
+                self._suspects.append((request, job.subnet, job.worker))
 
     def _is_too_late(self, request: Request, subnet: int, now_ms: float) -> bool:
         """Return whether a request whose worker was lost cannot be answered in time by a second try."""
@@ -416,8 +415,7 @@ class Scheduler:
         )
         for one in job.on_worker():
             one.abandoned = True
-            for request in one.requests():
-                self._retry(request, one, now_ms, WorkerHung(text))
+        self._retry(job, now_ms, lambda: WorkerHung(text))
 
     def _end_those_without_worker(self, now_ms: float) -> None:
         """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
