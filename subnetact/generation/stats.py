@@ -14,9 +14,7 @@ class GeneratorStats:
     """Counts since the generator was made."""
 
     requests: int = stat("Counter", "accepted requests.")
-    finished: int = stat(
-        "Counter", "requests that ended by a stop token or by their largest number of tokens."
-    )
+    finished: int = stat("Counter", "requests that ended by a stop token or by their number of tokens.")
     expired: int = stat("Counter", "requests that ended with `DeadlinePassed`.")
     cancelled: int = stat("Counter", "requests that their clients cancelled.")
     failed: int = stat("Counter", "requests whose step raised.")
@@ -28,9 +26,7 @@ class GeneratorStats:
         "steps with a more accurate subnet than the deadlines alone chose, because one sequence demands it "
         "and others do not.",
     )
-    recomputed: int = stat(
-        "Counter", "phases that began by computing the keys and values of all tokens again."
-    )
+    recomputed: int = stat("Counter", "phases that began by computing all keys and values again.")
     steps: Mapping[int, int] = stat("", "id of a subnet -> how many steps it ran.", dict)
     active: int = stat("Gauge", "requests under way.")
     running: int = stat("Gauge", "requests that have a place in steps.")

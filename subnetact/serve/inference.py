@@ -76,21 +76,19 @@ class TensorParameters(_Parameters):
     classification: Any = None
 
 
-class RequestTensor(Strict):
+class NamedTensor(Strict):
+    """One tensor by its name; among outputs, one that the client wants."""
+
+    name: str
+    parameters: TensorParameters | None = None
+
+
+class RequestTensor(NamedTensor):
     """One tensor of a request, whose values are in `data` or behind the JSON."""
 
-    name: str
     shape: list[int]
     datatype: str = Field(pattern=f"^({'|'.join(TORCH)})$")
-    parameters: TensorParameters | None = None
     data: Any = None
-
-
-class RequestedOutput(Strict):
-    """One output that the client wants."""
-
-    name: str
-    parameters: TensorParameters | None = None
 
 
 class RequestParameters(Terms, _Parameters):
@@ -106,7 +104,7 @@ class InferRequest(Strict):
     model_name: str | None = None  # KServe's client repeats it in the body
     parameters: RequestParameters | None = None
     inputs: list[RequestTensor]
-    outputs: list[RequestedOutput] | None = None
+    outputs: list[NamedTensor] | None = None
 
 
 def read_plain(model: Model, raw: Raw) -> tuple[PlainTerms, Any]:

@@ -231,14 +231,8 @@ class EventLoop:
 
     def _count(self, run: _Run) -> None:
         result, job, finish = self._result, run.job, run.finish_ms
-        size = len(job.part)
         late = bisect_left(job.part, finish, key=lambda request: request.deadline_ms)
-        result.met += size - late
-        result.late += late
-        result.accuracy_sum += (size - late) * self._accuracy[job.subnet]
-        result.batches += 1
-        result.served_by[job.subnet] += size
-        result.end_ms = finish
+        result.add(job.subnet, self._accuracy[job.subnet], len(job.part) - late, late, finish)
         if result.log is not None:
             numbers = [request.x for request in job.part]
             result.log.start_ms[numbers] = run.began_ms

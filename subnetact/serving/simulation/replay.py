@@ -69,10 +69,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: StrPath
             result.unserved += entry["o"] != "dropped"
             continue
         start, took, subnet, met = entry["t"], entry["ms"], entry["s"], int(entry["met"])
-        result.met += met
-        result.late += k - met
-        result.accuracy_sum += met * table.accuracy[subnet]
-        result.served_by[subnet] += k
+        result.add(subnet, table.accuracy[subnet], met, k - met, start + took)
         seen = entry["w"], entry["queued"], entry["slack"]
         decisions.append(Decision(start, *seen, subnet, entry["b"], k, start + took))
         cell = subnet, table.pad_index[entry["b"]]
@@ -81,8 +78,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: StrPath
     if not requests:
         raise FileFormatError(f"{path}: no request arrived; there is nothing to replay")
     arrivals, slos, floors = np.array(sorted(requests, key=lambda request: request[0])).T
-    result.requests, result.batches = len(requests), len(decisions)
-    result.end_ms = max((one.finish_ms for one in decisions), default=0.0)
+    result.requests = len(requests)
     result.decisions = sorted(one._replace(t_ms=one.t_ms - arrivals[0]) for one in decisions)
     latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
     measured = LatencyTable(table.subnets, table.accuracy, table.batch_sizes, latency)

@@ -94,6 +94,15 @@ class SimulationResult:
     decisions: list[Decision] | None = None
     log: RequestLog | None = None
 
+    def add(self, subnet: int, accuracy: float, met: int, late: int, end_ms: float) -> None:
+        """Count a batch that ran to the end, of requests that were answered in time or late."""
+        self.met += met
+        self.late += late
+        self.accuracy_sum += met * accuracy
+        self.batches += 1
+        self.served_by[subnet] += met + late
+        self.end_ms = max(self.end_ms, end_ms)
+
     @property
     def missed(self) -> int:
         """Number of requests that were not met: late, dropped or unserved."""
