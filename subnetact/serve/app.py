@@ -47,7 +47,7 @@ async def infer_rows(batcher: Any, xs: Sequence[Any], deadline_ms: float, **ask:
     batcher.check_room(len(xs))  # a part of them would only take the room of others
     tasks = [asyncio.ensure_future(batcher.infer(x, deadline_ms, **ask)) for x in xs]
     try:
-        return await asyncio.gather(*tasks)
+        return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()

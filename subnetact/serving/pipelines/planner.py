@@ -71,11 +71,11 @@ class PlanSearch:
         counts = range(failed + 1, passed)
         return with_workers(failed + 1 + bisect_left(counts, True, key=lambda n: self.meets(with_workers(n))))
 
-    def uniform(self) -> Choices | None:
-        """Return the least plan with as many workers at every stage, on its fastest hardware."""
+    def uniform(self, hardware: str | None = None) -> Choices | None:
+        """Return the least plan with as many workers at every stage, on its fastest hardware if None."""
         choices = {}
         for stage in self.model.stages:
-            kind, table = min(stage.tables.items(), key=lambda one: one[1].fastest_ms)
+            kind, table = min(stage.tables.items(), key=lambda one: (one[0] != hardware, one[1].fastest_ms))
             choices[stage.name] = StageChoice(kind, 1, table.batch_sizes[-1], stage.min_accuracy)
         return self.fewest(choices, choices, self.most_workers)
 
