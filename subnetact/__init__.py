@@ -47,7 +47,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors           113    53     40
-    files            539    89      0
+    files            538    89      0
     device           132    12      8
     command           89    10      8
     comparison       109    13     11
@@ -67,14 +67,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            308    66      4
     nas              963   377      8
     profile         1230   278      1
-    serving         4854  1903     34
-    generation      1644   501     13
+    serving         4781  1911     34
+    generation      1631   500     13
     export          1022   390      7
     simulate           9     5      2
-    serve           1800   372      7
-    cluster          461   117      3
+    serve           1782   369      7
+    cluster          452   116      3
     __main__          17     2      0
-    all            32566  9207    226
+    all            32452  9210    226
 
 The README has a glossary of the words that are used here.
 """
