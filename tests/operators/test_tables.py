@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from written_networks import seeded
 
 import subnetact
 from subnetact.operators.layer_traits import is_layer, runs_as, traits_of
@@ -87,18 +88,6 @@ def test_settings_hooks_and_derived_layers_make_another_operation() -> None:
     assert [elementwise(node, {"act": act}) for act in (hooked, bound, derived)] == [None] * 3
 
 
-class Activated(nn.Module):
-    """Convolutions; what a user or a tool does to the first one is `change`."""
-
-    def __init__(self, change: Any) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        change(self.first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.last(F.relu(self.first(x))))
-
-
 def bind_forward(layer: Any) -> None:
     """Do as tools do that wrap the forward of one layer."""
     former = layer.forward
@@ -114,8 +103,10 @@ def make_nan(layer: Any) -> None:
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 @pytest.mark.parametrize("change", [bind_forward, make_nan])
 def test_programs_run_what_tools_have_put_into_a_layer(change: Any) -> None:
-    torch.manual_seed(0)
-    network, x = Activated(change).eval(), torch.randn(2, 3, 8, 8)
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "last": nn.Conv2d(8, 8, 3, padding=1)}
+    network = seeded(lambda m, x: F.relu(m.last(F.relu(m.first(x)))), **layers)
+    change(network.first)
+    x = torch.randn(2, 3, 8, 8)
     axis = subnetact.Axis.uniform("width", ["all"], [8])
     space = subnetact.SubnetSpace("changed", [axis], lambda v: {"width": v["width"][0]})
     x[1] = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from elastic_networks import one_width
 from torch import Tensor, nn
+from written_networks import Written
 
 from subnetact import calibrate
 from subnetact.digits import new_digits_supernet
@@ -53,19 +54,9 @@ def own_network() -> Supernet:
     return one_width(layers, {"0": "out", "2": "in"}, [2, 8])
 
 
-class Difference(nn.Module):
-    """A network of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.last(self.first(a) - self.first(b))
-
-
 def two_inputs() -> Supernet:
-    return one_width(Difference(), {"first": "out", "last": "in"}, [2, 8], "two")
+    network = Written(lambda m, a, b: m.last(m.first(a) - m.first(b)), first=(4, 8), last=(8, 3))
+    return one_width(network, {"first": "out", "last": "in"}, [2, 8], "two")
 
 
 def batches() -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from generation_tables import step_table
 from small_decoders import small_decoder
 from torch import Tensor, nn
+from written_networks import seeded
 
 import subnetact
 from subnetact.generation import Generator
@@ -24,88 +26,71 @@ IDS = torch.arange(3, 9).view(1, 6)
 LONG_IDS = torch.arange(3, 43).view(1, 40)
 
 
-class Stateful(nn.Module):
-    """Two layers with an elastic width between them, around which subclasses keep a state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x).relu())
+def inner(m: Any, x: Tensor) -> Tensor:
+    return m.wide(m.narrow(x).relu())  # type: ignore[no-any-return]
 
 
-class Centred(Stateful):
-    """Writes the mean of its input before its layers, and reads it afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.centre.copy_(x.detach().mean(0))
-        return self.inner(x) - self.centre
+def centred(m: Any, x: Tensor) -> Tensor:
+    """Write the mean of the input before the layers, and read it afterwards."""
+    m.centre.copy_(x.detach().mean(0))
+    return inner(m, x) - m.centre
 
 
-class Counting(Stateful):
-    """Counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner(x)
+def counting(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return inner(m, x)
 
 
-class Masked(Stateful):
-    """Has a mask for as many rows as it has seen, which is no part of its state_dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > len(self.mask):
-            self.mask = torch.tril(torch.ones(len(x), len(x)))
-        return self.mask[: len(x), : len(x)] @ self.inner(x)
+def masked(m: Any, x: Tensor) -> Tensor:
+    """Keep a mask for as many rows as were seen, which is no part of the state_dict."""
+    if len(x) > len(m.mask):
+        m.mask = torch.tril(torch.ones(len(x), len(x)))
+    return m.mask[: len(x), : len(x)] @ inner(m, x)
 
 
-class Tied(Stateful):
-    """Writes a buffer through one module and reads it through another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writer, self.reader = nn.Identity(), nn.Identity()
-        self.writer.register_buffer("of", torch.zeros(WIDTH))
-        self.reader.register_buffer("of", self.writer.of)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.writer.of.copy_(x.detach().amax(0))
-        return self.inner(x) * self.reader.of
+def tied(m: Any, x: Tensor) -> Tensor:
+    """Write a buffer through one module and read it through another one."""
+    m.writer.of.copy_(x.detach().amax(0))
+    return inner(m, x) * m.reader.of
 
 
-NETWORKS = {
-    Centred: {"centre"},
-    Counting: {"calls"},
-    Masked: set[str](),  # What is assigned to a view is the view's alone.
-    Tied: {"writer.of", "reader.of"},
+Kind = Callable[[Any, Tensor], Tensor]
+NETWORKS: dict[Kind, set[str]] = {
+    centred: {"centre"},
+    counting: {"calls"},
+    masked: set(),  # What is assigned to a view is the view's alone.
+    tied: {"writer.of", "reader.of"},
 }
-KINDS = pytest.mark.parametrize("kind", [Centred, Masked, Tied])
+KINDS = pytest.mark.parametrize("kind", [centred, masked, tied])
 """The networks whose answers do not depend on how often they were called."""
 
 
-def inserted(kind: type[Stateful]) -> tuple[Supernet, nn.Module]:
+def stateful(kind: Kind) -> nn.Module:
+    """Return two layers with an elastic width between them, and a state around them."""
+    network: Any = seeded(
+        kind, narrow=(WIDTH, 32), wide=(32, WIDTH), writer=nn.Identity(), reader=nn.Identity()
+    )
+    of = torch.zeros(WIDTH)
+    for holder in (network.writer, network.reader) if kind is tied else ():
+        holder.register_buffer("of", of)
+    if kind is centred:
+        network.register_buffer("centre", of)
+    if kind is counting:
+        network.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    if kind is masked:
+        network.register_buffer("mask", torch.tril(torch.ones(4, 4)), persistent=False)
+    return network  # type: ignore[no-any-return]
+
+
+def inserted(kind: Kind) -> tuple[Supernet, nn.Module]:
     """Return a supernet, and an ordinary copy of its network that has not run."""
-    torch.manual_seed(0)
-    network = kind().eval()
+    network = stateful(kind)
     plain = copy.deepcopy(network)
     return subnetact.insert_(network, example=SHORT), plain
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_state_is_found_and_is_no_weight(kind: type[Stateful]) -> None:
+def test_state_is_found_and_is_no_weight(kind: Kind) -> None:
     supernet, plain = inserted(kind)
     assert supernet.state == NETWORKS[kind]
     assert supernet.state_dict().keys() == plain.state_dict().keys()
@@ -119,7 +104,7 @@ def test_state_is_found_and_is_no_weight(kind: type[Stateful]) -> None:
 
 
 @KINDS
-def test_the_largest_subnet_goes_through_the_states_of_the_original(kind: type[Stateful]) -> None:
+def test_the_largest_subnet_goes_through_the_states_of_the_original(kind: Kind) -> None:
     supernet, plain = inserted(kind)
     view = supernet.subnet(supernet.space.largest())
     for x in (SHORT, LONG, SHORT):
@@ -128,9 +113,7 @@ def test_the_largest_subnet_goes_through_the_states_of_the_original(kind: type[S
 
 @KINDS
 @pytest.mark.parametrize("made", ["inserted", "copied", "read", "by hand"])
-def test_views_that_run_at_once_leave_each_other_alone(
-    kind: type[Stateful], made: str, tmp_path: Path
-) -> None:
+def test_views_that_run_at_once_leave_each_other_alone(kind: Kind, made: str, tmp_path: Path) -> None:
     supernet, plain = inserted(kind)
     if made == "copied":
         supernet = copy.deepcopy(supernet)
@@ -151,7 +134,7 @@ def test_views_that_run_at_once_leave_each_other_alone(
 
 
 def test_views_count_their_own_calls() -> None:
-    supernet, plain = inserted(Counting)
+    supernet, plain = inserted(counting)
     small, large = (supernet.subnet(s) for s in (supernet.space.smallest(), supernet.space.largest()))
     began = large.get_buffer("calls").clone()
     for _ in range(3):
@@ -162,8 +145,8 @@ def test_views_count_their_own_calls() -> None:
 
 
 def test_an_engine_runs_a_network_with_a_state_as_a_view_and_shows_it_by_its_check() -> None:
-    supernet, _ = inserted(Centred)
-    by_hand = subnetact.insert_(Centred().eval(), supernet.space, dict(supernet.description.elastic))
+    supernet, _ = inserted(centred)
+    by_hand = subnetact.insert_(stateful(centred), supernet.space, dict(supernet.description.elastic))
     assert not by_hand.state
     engine = subnetact.Engine(by_hand, [by_hand.space.smallest()], example=SHORT[:1])
     assert by_hand.state == {"centre"}

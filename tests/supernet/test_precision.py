@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from small_decoders import small_decoder
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 import subnetact
 import subnetact.costs
@@ -29,7 +31,6 @@ from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_ta
 from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
-from subnetact.space import Axis, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.precision import layer_errors
 from subnetact.supernet.supernet import Supernet
@@ -497,19 +498,14 @@ def test_an_answer_does_not_depend_on_strange_mates(digits: Supernet, blocks: bo
 
 
 def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # Layers of this width are packed on every CPU.
-            self.first, self.inner, self.last = nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512)
+    class Pair(Written):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return super().forward(x, y)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.last(self.inner(torch.relu(self.first(x) + y)))  # type: ignore[no-any-return]
-
-    axis = Axis.uniform("width", ["all"], [256, 512])
-    space = SubnetSpace("pair", [axis], lambda values: {"width": values["width"][0]})
-    elastic = {"first": WeightSlice.on(out="width"), "inner": WeightSlice.on(in_="width")}
-    supernet = subnetact.insert_(Pair().eval(), space, elastic)
+    # Layers of this width are packed on every CPU.
+    layers = dict.fromkeys(("first", "inner", "last"), (512, 512))
+    pair = Pair(lambda m, x, y: m.last(m.inner((m.first(x) + y).relu())), **layers)
+    supernet = one_width(pair, {"first": "out", "inner": "in"}, [256, 512])
     low = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
     example = {"x": torch.randn(1, 512), "y": torch.randn(1, 1)}
     engine = subnetact.Engine(supernet, [low], example=example, memory_budget_mb=64)
