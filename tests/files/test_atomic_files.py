@@ -102,6 +102,8 @@ def test_devices_pipes_and_folders_are_no_files(tmp_path: Path) -> None:
     assert Path("/dev/full").is_char_device()
     with pytest.raises(MissingFile):
         require_regular(tmp_path / "nothing")
+    with pytest.raises(MissingFile, match="create it first"), replacing(tmp_path / "nowhere" / "note"):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -161,12 +163,13 @@ def test_permissions_are_the_usual_ones_at_every_moment(tmp_path: Path) -> None:
     thread = threading.Thread(target=look)
     thread.start()
     for _ in range(50):
-        with replacing(tmp_path / "note"):
-            pass
+        with replacing(tmp_path / "note") as temporary:
+            temporary.chmod(0o600)
         write_notes(tmp_path / "notes", "x")
     over.set()
     thread.join()
     assert len(seen) == 1
-    usual = tmp_path / "usual"
-    usual.mkdir()
-    assert (tmp_path / "notes").stat().st_mode == usual.stat().st_mode
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for name, usual in (("notes", "folder"), ("note", "file")):
+        assert (tmp_path / name).stat().st_mode == (tmp_path / usual).stat().st_mode

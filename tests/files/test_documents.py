@@ -13,7 +13,6 @@ import pytest
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile, ResumeMismatch
 from subnetact.export.subnet_program import export_format
-from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, FolderFormat
 from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
@@ -87,18 +86,6 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert NOTE.read(path)["text"] == "ä"
     with pytest.raises(FileFormatError, match="it is a folder and not a file"):
         NOTE.read(tmp_path)
-
-
-def test_a_file_that_replaces_another_has_the_usual_permissions(tmp_path: Path) -> None:
-    path, usual = tmp_path / "note.json", tmp_path / "usual"
-    usual.touch()
-    for _ in range(2):
-        with replacing(path) as temporary:
-            temporary.chmod(0o600)
-        assert path.stat().st_mode == usual.stat().st_mode
-    assert {p.name for p in tmp_path.iterdir()} == {"note.json", "usual"}
-    with pytest.raises(MissingFile, match="create it first"), replacing(tmp_path / "no" / "note.json"):
-        pass
 
 
 @pytest.mark.parametrize("schema", [0, 1, 3, -1, True, None, "2", 2.0, [2]])

@@ -82,7 +82,7 @@ def test_the_smallest_in_all_axes_is_a_model_of_its_own_in_the_vocabulary_of_tra
 
 
 @pytest.mark.parametrize("head_dim", [4, 8])
-@pytest.mark.parametrize("neurons", [8, 16, 24, 43, 64])
+@pytest.mark.parametrize("neurons", [8, 16, 43])
 def test_the_stream_is_found_whatever_the_ratio_of_widths(neurons: int, head_dim: int) -> None:
     settings = {"intermediate_size": neurons, "head_dim": head_dim, "num_hidden_layers": 2}
     model = small_decoder("LlamaConfig", **settings)

@@ -102,18 +102,18 @@ def test_what_scales_latencies_scales_the_statistics_that_are_latencies() -> Non
         "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_of_view": [[9.0, 7.0]], "stable_of_view": [[0, 1]],
     }  # fmt: skip
     twice = LatencyTable(["a"], [50.0], [1, 2], [[2.0, 3.0]], statistics).scaled(2)
+    assert twice.latency_ms.tolist() == [[4.0, 6.0]]
     assert {name: values.tolist() for name, values in twice.statistics.items()} == {
         "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_of_view": [[18.0, 14.0]], "stable_of_view": [[0, 1]],
     }  # fmt: skip
 
 
-def test_select_and_scaled():
+def test_select():
     table = small().select([1, 0], batch_sizes=[1])
     assert table.subnets == ("b", "a")
     assert table.accuracy == (75.0, 70.0)
     np.testing.assert_array_equal(table.latency_ms, [[4.0], [3.0]])
     np.testing.assert_array_equal(table.statistics["std"], [[0.3], [0.1]])
-    np.testing.assert_array_equal(small().scaled(2.0).latency_ms[0], [6.0, 4.0])
     with pytest.raises(TableError, match="subnet 2"):
         small().select([2])
     with pytest.raises(TableError, match="batch size 3"):

@@ -24,7 +24,6 @@ from ofa_adapters import encode, load
 from subnetact import SubnetSpec, calibrate, evaluate
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import CheckpointError, ForeignSpec, MissingExtra, SearchError, SpecError
-from subnetact.nas.prediction_error import require_scipy
 from subnetact.supernet.supernet import Supernet
 
 SIZES = [128, 144, 160, 176, 192, 224, 240, 256]
@@ -159,22 +158,18 @@ def test_latencies_that_follow_a_law_are_predicted(family: str) -> None:
     assert "rank correlation" in str(predictor.error)
 
 
-def test_the_reported_error_is_that_of_unseen_subnets(digits: Supernet) -> None:
+def test_the_reported_error_is_that_of_unseen_subnets_and_fits_that_cannot_be_are_refused(
+    digits: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     specs = list({digits.space.sample(rng) for _ in range(60)})
-    noise = rng.uniform(1, 3, len(specs))
     costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
-    error = subnetact.nas.LatencyPredictor.fit(costs, specs, noise).error
+    fit = partial(subnetact.nas.LatencyPredictor.fit, costs)
+    error = fit(specs, rng.uniform(1, 3, len(specs))).error
     assert error.mean_percent > 20
     assert error.rank_correlation < 0.5
     assert error.worst_percent > error.mean_percent
-
-
-def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
-    specs = [digits.space.sample(seed) for seed in range(20)]
-    fit = partial(
-        subnetact.nas.LatencyPredictor.fit, subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
-    )
+    specs = specs[:20]
     for given, ms, words in (
         (specs, [1.0], "one positive number"),
         (specs, [0.0] * 20, "one positive number"),
@@ -183,16 +178,9 @@ def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
     ):
         with pytest.raises(SearchError, match=words):
             fit(given, ms)
-
-
-def test_without_scipy_the_error_names_the_extra(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = [digits.space.sample(seed) for seed in range(20)]
-    costs = subnetact.costs.CostModel(digits, torch.empty(1, 1, 16, 16))
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
-        subnetact.nas.LatencyPredictor.fit(costs, specs, [1.0] * len(specs))
-    with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
-        require_scipy()
+        fit(specs, [1.0] * len(specs))
 
 
 def test_evaluation_counts_right_answers(digits: Supernet) -> None:

@@ -136,17 +136,9 @@ def test_what_needs_no_slices_is_put_in_and_taken_out_freely() -> None:
     assert supernet(X).shape == (4, 16)
 
 
-def by_class(network: Any) -> Any:
-    return MethodType(lambda self, x: 2 * Classifier.forward(self, x), network)
-
-
 def by_closure(network: Any) -> Any:
     original = network.forward
     return MethodType(lambda self, x: 2 * original(x), network)
-
-
-def by_default(network: Any) -> Any:
-    return MethodType(lambda self, x, original=network.forward: 2 * original(x), network)
 
 
 def by_global_name(network: Any) -> Any:
@@ -159,7 +151,7 @@ def by_partial(network: Any) -> Any:
     return partial(lambda x, forward: 2 * forward(x), forward=network.forward)
 
 
-@pytest.mark.parametrize("bound", [by_class, by_closure, by_default, by_global_name, by_partial])
+@pytest.mark.parametrize("bound", [by_closure, by_global_name, by_partial])
 def test_a_forward_that_a_tool_binds_is_that_of_every_subnet(bound: Callable[[Any], Any]) -> None:
     supernet, plain = classifier()
     for network in (supernet.network, plain):

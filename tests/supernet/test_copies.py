@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_networks import one_width
 from torch import Tensor, nn
 
 import subnetact
@@ -32,21 +33,8 @@ class Tied(nn.Module):
         return self.head(x) + self.body(self.embed(x))
 
 
-AXIS = subnetact.Axis.uniform("width", ["all"], (4, 8))
-
-
-def sizes(values: subnetact.space.AxisValues) -> dict[str, int]:
-    return {"width": int(values["width"][0] or 0)}
-
-
 def tied(elastic: bool) -> Supernet:
-    described = {
-        "embed": subnetact.WeightSlice.on(out="width"),
-        "head": subnetact.WeightSlice.on(out="width"),
-        "body": subnetact.WeightSlice.on(out="width", in_="width"),
-    }
-    space = subnetact.SubnetSpace("tied", [AXIS], sizes)
-    return subnetact.insert_(Tied(), space, described if elastic else {}).eval()
+    return one_width(Tied(), {"embed": "out", "head": "out", "body": "both"} if elastic else {})
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -61,9 +49,8 @@ def test_extract_keeps_ties_of_equal_slices(elastic: bool) -> None:
         assert not own & {p.untyped_storage().data_ptr() for p in supernet.parameters()}
         network(x).sum().backward()
         assert network.head.weight.grad is not None
-    space = subnetact.SubnetSpace("tied", [AXIS], sizes)
-    apart = subnetact.insert_(Tied(), space, {"embed": subnetact.WeightSlice.on(out="width")})
-    network = apart.extract(space.smallest())
+    apart = one_width(Tied(), {"embed": "out"})
+    network = apart.extract(apart.space.smallest())
     assert (network.embed.weight.shape, network.head.weight.shape) == ((4, 9), (8, 9))
     apart.network.embed.weight.data.zero_()
     assert network.head.weight.abs().sum() > 0
@@ -130,7 +117,8 @@ def test_a_supernet_is_pickled_if_its_functions_can_be_found_again() -> None:
         torch.testing.assert_close(loaded(x, subnet=spec), supernet(x, subnet=spec), rtol=0, atol=0)
     loaded.network.body = nn.Identity()
     assert not torch.equal(loaded(x), supernet(x))
-    space = subnetact.SubnetSpace("tied", [AXIS], lambda values: sizes(values))
+    axis = subnetact.Axis.uniform("width", ["all"], (4, 8))
+    space = subnetact.SubnetSpace("tied", [axis], lambda values: {"width": values["width"][0]})
     local = subnetact.insert_(Tied(), space, {}).eval()
     with pytest.raises((AttributeError, pickle.PicklingError), match="<lambda>"):
         pickle.dumps(local)

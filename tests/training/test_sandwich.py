@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from elastic_networks import one_width
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchrun import in_two_processes
 
 from subnetact import SubnetSpec, Supernet
 from subnetact.errors import InsertError, SpecError
@@ -189,19 +188,29 @@ def test_an_output_whose_tensors_cannot_be_detached_is_refused_in_words() -> Non
         sandwich_step(new_supernet(), x, labels, **given)
 
 
+AVERAGING = f"""
+import random, runpy
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from subnetact.training import sandwich_step
+
+sandwich = runpy.run_path({__file__!r})
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+rank, supernet, widths = distributed.get_rank(), sandwich["new_supernet"](), []
+model, rng = DistributedDataParallel(supernet), random.Random(rank)
+for step in range(2):  # It accumulates two batches before the gradients are averaged.
+    x, labels = sandwich["data"](seed=10 + 2 * rank + step)
+    found = sandwich_step(model, x, labels, rng=rng, random_subnets=1, average=step == 1)
+    widths.append(sandwich["widths_of"](found))
+torch.save(dict(gradients=sandwich["gradients"](supernet), widths=widths), "result.pt")
+"""
+
+
 def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     """Each process has half of the batch and other random subnets; the mean is that of both by hand."""
-    script = Path(__file__).parent / "two_processes.py"
-    store = tmp_path / "store"
-    command = [sys.executable, str(script), str(store)]
-    workers = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / f"{rank}.pt")], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=600)
-        assert worker.returncode == 0, errors.decode()
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    in_two_processes(AVERAGING, tmp_path)
+    results = [torch.load(tmp_path / f"{rank}" / "result.pt", weights_only=True) for rank in range(2)]
     assert results[0]["widths"] != results[1]["widths"], "the processes draw different subnets"
     expected: dict[str, Tensor] = {}
     for rank, result in enumerate(results):
@@ -234,20 +243,11 @@ def test_a_branch_that_only_training_runs_is_named() -> None:
     assert sandwich_step(new_supernet(Auxiliary, aux="in"), x, labels, rng=random.Random(0))
 
 
-class Tokens(nn.Module):
-    """Maps (N, tokens, 4) to scores of shape (N, tokens, 6)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
 def test_scores_of_tokens_are_distilled_over_their_classes() -> None:
+    """The network maps (N, tokens, 4) to scores of shape (N, tokens, 6)."""
     torch.manual_seed(0)
-    supernet = one_width(Tokens(), {"first": "out", "second": "in"}, [2, 8]).train()
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+    supernet = one_width(network, {"0": "out", "2": "in"}, [2, 8]).train()
     space = supernet.space
     x, target = torch.randn(3, 5, 4), torch.randint(6, (3, 5))
 

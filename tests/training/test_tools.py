@@ -1,57 +1,18 @@
 """Others' tools train a supernet: the page runs in two processes, and shards learn what one process does."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from small_decoders import small_decoder
+from torchrun import in_two_processes
 
 from subnetact import insert_
 from subnetact.errors import TrainingError
 from subnetact.training import SandwichTraining
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "howto" / "train_with_tools.md"
-PRELUDE = """
-import sys, warnings
-sys.path.insert(0, {tests!r})
-from torchvision_operators import define_missing
-define_missing()
-warnings.simplefilter("ignore")
-import torch
-"""
-END = """
-import os
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
-sys.stderr.flush()
-os._exit(0)  # Threads of torch that outlive the interpreter would abort now and then.
-"""
-
-
-def in_two_processes(script: str, folder: Path) -> None:
-    """Run a script in two processes, as torchrun does."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    path = folder / "script.py"
-    path.write_text(PRELUDE.format(tests=str(ROOT / "tests")) + script + END)
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    group |= {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    workers = []
-    for rank in ("0", "1"):
-        (folder / rank).mkdir()
-        own = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        workers.append(subprocess.Popen([sys.executable, str(path)], cwd=folder / rank, env=own, **pipes))
-    errors = [worker.communicate(timeout=600)[1].decode() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in errors)
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "train_with_tools.md"
 
 
 @pytest.mark.parametrize("tool", ["accelerate", "peft"])
@@ -74,6 +35,7 @@ import subnetact
 from subnetact.errors import TrainingError, ViewError
 from subnetact.training import sandwich_step
 from small_decoders import small_decoder
+from torchrun import in_two_processes
 
 def loss(scores, labels):
     return F.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
