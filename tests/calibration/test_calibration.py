@@ -247,9 +247,6 @@ def test_less_memory_computes_more(digits: Supernet) -> None:
     assert bits(flat(digits, specs), expected)
 
 
-# -- networks that are written in other ways ---------------------------------------------------------
-
-
 class Unusual(nn.Module):
     """Two convolutions; `between` is applied to the output of the first one."""
 

@@ -113,9 +113,6 @@ def require_maps(network: nn.Module, maps: Callable[[Any], Any]) -> None:
     require_equal(maps(supernet.network), maps(original))
 
 
-# -- timm ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def features_only(name: str) -> None:
     require_maps(of_timm(name, features_only=True), lambda network: network(IMAGES))
@@ -178,9 +175,6 @@ def new_head(name: str) -> None:
         require_equal([supernet(IMAGES, subnet=spec)], [expected])
 
 
-# -- backbones of transformers ----------------------------------------------------------------------
-
-
 @torch.no_grad()
 def feature_maps(name: str) -> None:
     require_maps(backbone(name), lambda network: network(IMAGES).feature_maps)
@@ -215,9 +209,6 @@ def saved_backbone(name: str, tmp_path: Path) -> None:
     middle = chosen(supernet, depth=[1, 1, 0, 0][: len(supernet.space.axes[0].slots)])
     with pytest.raises(subnetact.errors.InsertError, match="same features in this subnet"):
         as_pretrained(supernet.extract(middle), IMAGES)
-
-
-# -- models of transformers ----------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -24,8 +24,6 @@ from subnetact.errors import CheckpointError, SpecError
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 GOLDEN = Path(__file__).parent.parent / "golden"
-# -- checkpoints -------------------------------------------------------------------------------------
-
 GOLDENS = sorted(path.parent.name for path in GOLDEN.glob("*/cases.json"))
 
 
@@ -227,9 +225,6 @@ def test_truncated_files_are_refused(family: str, tmp_path: Path, small: Any) ->
         load(family, tmp_path / "c.safetensors", **small_constructor(family))
 
 
-# -- command line ------------------------------------------------------------------------------------
-
-
 def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -283,9 +278,6 @@ def test_inspect_runs_no_code_and_explains(capsys: pytest.CaptureFixture[str], t
     assert said.isprintable() or said.rstrip().isprintable()
     assert main(["inspect", str(tmp_path / "absent.pth")]) == 2
     assert "no such file" in capsys.readouterr().err
-
-
-# -- hostile checkpoints -----------------------------------------------------------------------------
 
 
 def _self_referential() -> Any:

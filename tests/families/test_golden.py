@@ -131,9 +131,6 @@ def test_kernels_made_by_matrices_are_shared_by_all_subnets(supernet_of: Any) ->
     assert 0 < extra <= full * (25 + 9) / 49
 
 
-# -- full size ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def published() -> Callable[[str], Supernet]:
     """Networks at full size, without weights: tests count them and encode their subnets."""
@@ -173,8 +170,6 @@ def test_parameters_of_published_autoformers(case: dict[str, Any]) -> None:
         view = supernet.subnet(supernet.space.parse(case["config"]))
     assert sum(p.numel() for p in view.parameters()) == case["sampled_params_numel"]
 
-
-# -- encodings of upstream's accuracy predictors ------------------------------------------------------
 
 FEATURES = [
     pytest.param(family, kind, i, id=f"{family}-{kind}-{i}")

@@ -122,8 +122,6 @@ def test_subnets_are_traced_scripted_and_exported(family: str, how: str, small: 
         torch.testing.assert_close(EXPORTS[how](network, inputs), expected, atol=5e-5, rtol=1e-5)
 
 
-# -- spaces ------------------------------------------------------------------------------------------
-
 PUBLISHED: dict[str, SubnetSpace] = {}
 
 

@@ -38,8 +38,6 @@ def randomise(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {name: random_tensor(name, shape, generator) for name, shape in shapes.items()}
 
 
-# -- Slimmable ResNet-50 -----------------------------------------------------------------------------
-
 WIDTHS = [0.125, 0.0625, 0.25]  # in the order of a checkpoint, which need not be sorted
 LENGTHS = (3, 4, 6, 3)
 
@@ -146,8 +144,6 @@ def test_weights_are_written_with_upstreams_names(written_back: Callable[..., An
     found = us_reference(upstream_state_dict(supernet), 1.0, X)
     torch.testing.assert_close(found, supernet(X, subnet=largest), atol=5e-5, rtol=1e-4)
 
-
-# -- US-MobileNetV2 ----------------------------------------------------------------------------------
 
 US_WIDTHS = [0.6, 0.5, 0.725, 1.0]
 TOP = 0.5

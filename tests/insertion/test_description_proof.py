@@ -78,9 +78,6 @@ def inserted(model: nn.Module, example: Any, *inputs: Any, **options: Any) -> tu
     return set(supernet.description.slots), dict(supernet.description.refused)
 
 
-# -- combinations of sizes ---------------------------------------------------------------------------
-
-
 def shortcut(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     y = m.b(h).relu()
@@ -174,9 +171,6 @@ def test_a_forward_that_calls_the_same_functions_whatever_the_size_is_elastic() 
     assert elastic == {"a.ffn", "b.ffn"}
 
 
-# -- one large number --------------------------------------------------------------------------------
-
-
 def pointer(m: Any, x: Tensor, masked: Tensor) -> Tensor:
     h = m.e(x).relu()
     q, k = m.q(h.mean(1)), m.k(h)
@@ -196,9 +190,6 @@ def test_a_large_number_in_an_output_hides_nothing(least: float) -> None:
     assert with_it[0] == without[0]
     assert set(with_it[1]) == set(without[1])
     assert any(UNUSED_AT_ZERO in why for why in with_it[1].values())
-
-
-# -- tensors in objects ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -258,9 +249,6 @@ def test_an_output_in_which_tensors_cannot_be_followed_is_refused_with_words(wra
         subnetact.insert_(model, example=VECTORS)
 
 
-# -- complex and whole numbers -----------------------------------------------------------------------
-
-
 def divided(finish: Callable[..., Any], bias: bool = True, scale: float = -1.0) -> nn.Module:
     """Return a network whose hidden features are divided by their number, so that `b` must be refused."""
 
@@ -290,8 +278,6 @@ def test_complex_and_whole_numbers_beside_a_real_output_are_compared(finish: Any
     assert not any(name.startswith("b.") for name in elastic)
     assert "b.ffn" in refused or "b.ffn" in refused[""]
 
-
-# -- examples that show nothing ----------------------------------------------------------------------
 
 FAR = 1e4 * STATES
 
@@ -366,9 +352,6 @@ def test_a_right_network_stays_elastic_with_a_poor_example(example: Tensor, bias
     model = seeded(lambda m, x: m.c(m.b(m.a(x).relu()).relu()), bias, a=(8, 32), b=(32, 32), c=(32, 6))
     elastic, _ = inserted(model, example, STATES)
     assert elastic == {"a.ffn", "b.ffn"}
-
-
-# -- several examples --------------------------------------------------------------------------------
 
 
 def long_lines(m: Any, x: Tensor) -> Tensor:
@@ -479,9 +462,6 @@ def test_a_view_does_not_warn_at_what_is_proved(
     assert of_inputs(warned) == 0
     supernet(LINES[0], subnet=supernet.space.smallest())
     assert of_inputs(warned) == 1
-
-
-# -- layers that depend on their size ----------------------------------------------------------------
 
 
 class Scaled(nn.Linear):

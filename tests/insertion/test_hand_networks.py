@@ -118,9 +118,6 @@ def test_axes_of_a_network_mean_what_they_say(case: str) -> None:
             torch.testing.assert_close(subnet(x), pruned(x))
 
 
-# -- names ---------------------------------------------------------------------------------------------
-
-
 class Twice(nn.Module):
     """Three layers in a list, and some of them under second names, which the forward uses."""
 
@@ -186,9 +183,6 @@ def test_alike_layers_and_reasons_are_one_line() -> None:
         (alike, ["a.{0..1}, b: it is 3", "c: it is 4"]),
     ):
         assert Description("model", refused=refused).refusals() == printed
-
-
-# -- forwards that look at shapes ------------------------------------------------------------------------
 
 
 def looking(between: Callable[[Tensor], Tensor], first: int = 8, second: int = 6) -> nn.Module:
@@ -299,9 +293,6 @@ def test_channels_that_a_recurrent_layer_reads_stay_whole(kind: type[nn.RNNBase]
     torch.testing.assert_close(half(ODD), full(ODD), rtol=5e-5, atol=5e-5)
 
 
-# -- layers with a forward of their own --------------------------------------------------------------------
-
-
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -354,9 +345,6 @@ def test_a_layer_computes_what_it_does_with_zeros(kind: type[nn.Linear], wrong: 
     else:
         supernet = subnetact.insert_(model, space_of(width=[8, 16]), elastic)
         assert not supernet.check(VECTORS).not_compared
-
-
-# -- refusals ----------------------------------------------------------------------------------------------
 
 
 class Unknown(Operator):

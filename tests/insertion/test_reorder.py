@@ -116,9 +116,6 @@ def outputs(network: Any, x: Tensor) -> Tensor:
         return network(x)
 
 
-# -- the order ---------------------------------------------------------------------------------------
-
-
 def test_hidden_channels_are_sorted_and_narrow_subnets_keep_the_best() -> None:
     original, supernet = convs()
     report = reorder_(supernet, "l1", IMAGES)
@@ -467,9 +464,6 @@ def test_own_scores_choose_and_leave_groups() -> None:
     }
 
 
-# -- statistics, views, engines ----------------------------------------------------------------------
-
-
 def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> None:
     _, supernet = convs(keep=True)
     space = supernet.space
@@ -499,9 +493,6 @@ def test_engines_and_copies_follow() -> None:
     expected = outputs(supernet.extract(supernet.space.smallest()), TOKENS)
     torch.testing.assert_close(engine(TOKENS, subnet=0), expected, **PLAIN)
     assert supernet.check(TOKENS).ran
-
-
-# -- what cannot be sorted ---------------------------------------------------------------------------
 
 
 class Positions(nn.Module):

@@ -30,8 +30,6 @@ DIFFERENT = 1e-2
 """From which difference on, as a share of the largest number, a subnet computes something else."""
 RANDOM_SUBNETS = 12
 
-# -- faults in descriptions ---------------------------------------------------------------------------
-
 Edit = Callable[[Description], Description]
 Members = Iterable[tuple[str, Member]]
 
@@ -238,8 +236,6 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
 }
 """The model, what is wrong, and how its description is edited."""
 
-# -- faults in slicing rules --------------------------------------------------------------------------
-
 LAST = 1000
 
 
@@ -400,9 +396,6 @@ def seed(monkeypatch: pytest.MonkeyPatch, name: str, path: str, wrong: Any, meth
         return wrong(self, found, *args) if self.path == path else found
 
     monkeypatch.setattr(operator, method, seeded)
-
-
-# -- tests --------------------------------------------------------------------------------------------
 
 
 def named(table: dict[str, dict[str, Any]]) -> list[Any]:

@@ -29,9 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSu
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
 
 
-# -- a layer that slices as others do ------------------------------------------------------------------
-
-
 class Gated(nn.Module):
     """A linear layer with a gain per output: (N, in) to (N, out)."""
 
@@ -141,8 +138,6 @@ def test_the_documented_operator_works() -> None:
         subnetact.insert_(nn.Sequential(nn.Linear(2, 2)), space, {"0": names["BilinearSlice"].on()})
 
 
-# -- a rule that copies ----------------------------------------------------------------------------------
-
 IMAGES = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(1))
 
 
@@ -215,9 +210,6 @@ def test_training_reaches_the_full_weights_through_a_copying_rule() -> None:
     supernet(IMAGES, subnet=supernet.space.smallest()).sum().backward()
     grad = supernet.network[0].weight.grad
     assert [bool(row.abs().sum() > 0) for row in grad] == [True, False] * 3 + [False, False]
-
-
-# -- files ---------------------------------------------------------------------------------------------
 
 
 def description(operator: type[Operator]) -> Description:

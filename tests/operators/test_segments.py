@@ -242,9 +242,6 @@ def test_training_the_largest_subnet_updates_the_shared_statistics() -> None:
     torch.testing.assert_close(supernet.state_dict()["bn.running_mean"], expected.detach(), **PLAIN)
 
 
-# -- the slicing rule --------------------------------------------------------------------------------
-
-
 def sliced(segments: Segments, sizes: dict[str, int], part: str, module: nn.Module) -> Any:
     choices = {name: sorted({size, longest(segments, name)}) for name, size in sizes.items()}
     operator = {

@@ -52,9 +52,6 @@ def same(supernet: Supernet, x: Tensor, expected: Tensor, spec: SubnetSpec) -> A
     return view
 
 
-# -- layers and norms -------------------------------------------------------------------------------
-
-
 class Rule(NamedTuple):
     """A layer, what follows which dimension, and what the smallest subnet computes with the full weights."""
 
@@ -190,9 +187,6 @@ def test_a_norm_that_finds_no_memory_is_not_called_another_norm() -> None:
         supernet_of(Hungry(), LayerNormSlice.on(features="n"), n=[4, 8])
 
 
-# -- parameters and numbers of modules with submodules ----------------------------------------------------
-
-
 class Tokens(nn.Module):
     """A network with parameters and a number of its own, as timm's VisionTransformer."""
 
@@ -240,9 +234,6 @@ def test_a_number_that_a_configuration_states() -> None:
     view = same(supernet, x, full.linear(x)[..., :4].unflatten(-1, (2, 2)), space.smallest())
     assert (view.config.heads, view.config.name) == (2, "settings")
     same(supernet, x, full(x), space.largest())
-
-
-# -- nn.MultiheadAttention ------------------------------------------------------------------------------
 
 
 def attending(**options: Any) -> nn.Module:

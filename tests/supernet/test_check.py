@@ -72,9 +72,6 @@ def test_all_corners_run_and_equal_the_masked_original() -> None:
     assert [spec.key for spec in corners(space_of(a=[1, 2], b=[3]))] == ["a=2 b=3", "a=1 b=3"]
 
 
-# -- what is refused, and what is not ------------------------------------------------------------------
-
-
 def concatenating(narrowed_last: bool) -> Supernet:
     order = ("b", "a") if narrowed_last else ("a", "b")
     join = lambda m, x: m.c(torch.cat([getattr(m, name)(x).relu() for name in order], 1))  # noqa: E731

@@ -155,8 +155,6 @@ def test_an_engine_runs_a_network_with_a_state_as_a_view_and_shows_it_by_its_che
         torch.testing.assert_close(engine(x, 0), by_hand.extract(by_hand.space.smallest())(x))
 
 
-# -- rotary embeddings of long contexts --------------------------------------------------------------------
-
 THETA = {"rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 ROTARY: dict[str, tuple[str, dict[str, Any]]] = {

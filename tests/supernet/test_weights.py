@@ -266,9 +266,6 @@ def test_the_state_of_a_norm_of_another_precision_than_its_row_is_its_own() -> N
     supernet.load_state_dict(state)
 
 
-# -- nobody waits for what takes long --------------------------------------------------------------
-
-
 IMAGES = torch.randn(2, 3, 8, 8)
 
 

@@ -87,9 +87,6 @@ def sandwich(supernet: Supernet, steps: int = 3) -> None:
         sandwich_step(supernet, X, LABELS, rng=random.Random(i))
 
 
-# -- what training moves ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_steps_move_what_plain_steps_move(norm: Callable[[int], nn.Module], calibrated: bool) -> None:
@@ -162,9 +159,6 @@ def test_its_state_is_the_largest_subnet(change: str) -> None:
         supernet.load_state_dict(state)
         torch.testing.assert_close(supernet(X, subnet=supernet.space.largest()), wanted)
         torch.testing.assert_close(supernet.remove()(X), wanted)
-
-
-# -- what stays frozen --------------------------------------------------------------------------------
 
 
 class Steady(nn.BatchNorm2d):
@@ -269,9 +263,6 @@ def test_an_operator_of_a_norm_is_a_norm_and_an_operator(copied: Callable[[Any],
     assert not norm.train().training
 
 
-# -- modes --------------------------------------------------------------------------------------------
-
-
 class Dropping(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -354,9 +345,6 @@ def test_a_teacher_keeps_its_frozen_parts() -> None:
     distill_(supernet, [(X, LABELS)], teacher, held_out=HELD_OUT, **QUIET)
     assert [module.training for module in teacher.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
-
-
-# -- labels that do not count ---------------------------------------------------------------------------
 
 
 class Dense(nn.Module):
