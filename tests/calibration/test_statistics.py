@@ -229,32 +229,6 @@ def test_rows_are_given_with_weights_of_another_dtype_or_without_memory(dtype: t
         torch.testing.assert_close(y, expected, rtol=0, atol=5e-5)
 
 
-@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_load_while_a_view_is_bound_and_its_calibration_are_seen(
-    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Another thread loads before the view with a number is bound; the first is calibrated after that."""
-    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
-    bind, calls = supernet.private_view, iter(range(100))
-
-    def bound(*args: Any) -> Any:
-        this = next(calls) == number
-        if this:
-            drop(supernet)
-        result = bind(*args)
-        if this and number == 0:
-            calibrate(supernet, engine.specs, BATCHES, progress=False)
-        return result
-
-    monkeypatch.setattr(supernet, "private_view", bound)
-    if number == 0:
-        torch.testing.assert_close(engine(X, 0), supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
-    else:  # A run of blocks uses no shared statistics.
-        with pytest.raises(NotCalibrated):
-            engine.start(0, list(X), len(X))
-
-
 def test_what_an_engine_refuses_is_neither_saved_nor_exported(engine: Engine, tmp_path: Path) -> None:
     engine.save(tmp_path / "bundle")
     former = engine.fingerprint

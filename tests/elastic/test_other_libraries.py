@@ -267,24 +267,6 @@ def auto_class(order: str, tmp_path: Path) -> None:
     assert done.stdout.split() == ["LlamaForCausalLM"], done.stderr[-2000:]
 
 
-@torch.no_grad()
-def class_that_reads_layers(_: str, tmp_path: Path) -> None:
-    """The class of Step 3.7 reads heads from `per_layer_config`, so a cut-out is a model of its own."""
-    from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7
-
-    lists = {"mlp_layer_types": ["dense"] * 4, "layer_types": ["full_attention"] * 4, "sliding_window": 6}
-    torch.manual_seed(0)
-    config = configuration_step3p7.Step3p7TextConfig(**TEXT, **lists)
-    x = {"input_ids": TOKENS, "use_cache": False}
-    supernet, _specs = elastic(modeling_step3p7.Step3p7TextModel(config).eval(), x)
-    for depth in (1.0, 0.5):
-        spec = chosen(supernet, depth=[depth], heads=[0.5, 1.0, 0.5, 1.0])
-        supernet.save_pretrained(tmp_path / str(depth), only=spec, example=x)
-        opened = modeling_step3p7.Step3p7TextModel.from_pretrained(tmp_path / str(depth)).eval()
-        assert opened.config.model_type != "subnetact"
-        require_equal(opened(**x)[:1], supernet.subnet(spec)(**x)[:1])
-
-
 def mixture(**settings: Any) -> Any:
     torch.manual_seed(0)
     sizes = {**TEXT, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 16, **settings}
@@ -351,7 +333,6 @@ TABLE: list[tuple[Callable[..., None], list[str]]] = [
     (saved_backbone, ["BeitConfig"]),
     (hidden_states, ["llama"]),
     (auto_class, ["subnetact transformers", "transformers.models.auto.modeling_auto subnetact"]),
-    (class_that_reads_layers, ["step3p7"]),
     (experts_by_saliency, ["qwen3_moe"]),
     (speech_to_text, ["whisper"]),
 ]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import subnetact
 from ofa_adapters import load, upstream_state_dict
 from subnetact.errors import CheckpointError, SpecError
-from subnetact.operators import PerWidthBatchNorm2d, SwitchableModule
 from subnetact.space import make_divisible
 from subnetact.supernet.supernet import Supernet
 
@@ -288,13 +287,3 @@ def test_bad_width_lists_are_refused() -> None:
         load("us_mobilenet_v2", None, width_mult_list=[0.35, 1.0], width_mult_range=[0.1, 0.5])
     with pytest.raises(SpecError, match="depth 34 is not known; choose from"):
         load("slimmable_resnet50", None, depth=34)
-
-
-def test_the_plain_modules_run_as_the_widest() -> None:
-    listed = PerWidthBatchNorm2d(4, [2, 4]).eval()
-    listed.running_mean_1.copy_(torch.arange(4.0))
-    x = torch.randn(2, 4, 3, 3)
-    expected = (x - torch.arange(4.0)[:, None, None]) / (1 + EPS) ** 0.5
-    torch.testing.assert_close(listed(x), expected)
-    alternatives = SwitchableModule(torch.nn.BatchNorm2d(2), torch.nn.BatchNorm2d(4), default=1).eval()
-    torch.testing.assert_close(alternatives(x), x / (1 + EPS) ** 0.5)

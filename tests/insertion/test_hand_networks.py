@@ -176,13 +176,8 @@ def test_alike_layers_and_reasons_are_one_line() -> None:
     assert "1.{0..11}.norm.features" in lines[2]
     assert str(description.space.smallest()) == "depth=0.5 ffn=0.5 stream=0.5"
     assert len(description.groups) == 13
-    named = {f"a.{i}": f"a.{i} is odd" for i in range(2)}
     alike = {"a.0": "it is 3", "a.1": "it is 3", "b": "it is 3", "c": "it is 4"}
-    for refused, printed in (
-        (named, ["a.{0..1}: a.{0..1} is odd"]),
-        (alike, ["a.{0..1}, b: it is 3", "c: it is 4"]),
-    ):
-        assert Description("model", refused=refused).refusals() == printed
+    assert Description("model", refused=alike).refusals() == ["a.{0..1}, b: it is 3", "c: it is 4"]
 
 
 def looking(between: Callable[[Tensor], Tensor], first: int = 8, second: int = 6) -> nn.Module:
@@ -298,16 +293,6 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-class Squashing(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.softmax(-1), self.weight, self.bias)
-
-
-class BackwardOutputs(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias).flip(-1)
-
-
 class BackwardInputs(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.flip(-1), self.weight, self.bias)
@@ -330,10 +315,7 @@ def test_a_softmax_over_features_is_refused_beside_layers_with_a_forward_of_thei
 
 
 @pytest.mark.parametrize("part", ["in_", "out"])
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [(Linear, ""), (Squashing, "in_"), (BackwardInputs, "in_"), (BackwardOutputs, "out"), (Centred, "out")],
-)
+@pytest.mark.parametrize(("kind", "wrong"), [(Linear, ""), (BackwardInputs, "in_"), (Centred, "out")])
 def test_a_layer_computes_what_it_does_with_zeros(kind: type[nn.Linear], wrong: str, part: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), kind(16, 16), nn.Tanh(), nn.Linear(16, 4)).eval()
@@ -369,7 +351,6 @@ def routed() -> nn.Module:
     return Written(compute, stem=nn.Conv2d(3, 8, 3), branches=branches, head=nn.Conv2d(6, 4, 1))
 
 
-NUMBER = "shapes tensors by a number, use the tensor's own size or -1"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]] = {
     "split by a number": (
         lambda: swapped(lambda _, h: h.split([2, 6], 1)),
@@ -379,28 +360,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]]
     ),
     "shuffle": (
         lambda: shuffling(lambda h: h.view(2, 4, 4, 6, 6).transpose(1, 2).reshape(2, 16, 6, 6), 16),
-        IMAGE,
-        "a.width",
-        (NUMBER,),
+        *(IMAGE, "a.width", ("shapes tensors by a number, use the tensor's own size or -1",)),
     ),
     "heads of the whole width": (
         lambda: stack(lambda: mixed(Attention(lambda self, x: x.shape[2] // self.n_head))),
-        X,
-        "1.0.attention.heads",
+        *(X, "1.0.attention.heads"),
         ("1.0.attention (Attention)", "shapes tensors by n_embd, n_head, use the tensor's own size or -1"),
     ),
     "an embedding that renormalises shared rows": (
-        lambda: nn.Sequential(
-            nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)
-        ),
-        torch.tensor([[0, 1]]),
-        "0",
-        ("with max_norm",),
+        lambda: nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 8), nn.Linear(8, 4)),
+        *(torch.tensor([[0, 1]]), "0", ("with max_norm",)),
     ),
     "a layer beside one that does not run": (
-        routed,
-        ODD,
-        "branches.1.width",
+        *(routed, ODD, "branches.1.width"),
         ("branches.0 may read the same, and does not run on the example",),
     ),
 }

@@ -622,21 +622,12 @@ def test_a_memo_that_is_keyed_by_shape_does_not_grow() -> None:
         network.memo[0]
 
 
-class Encoder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = torch.nn.Linear(32, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).mean(1))  # type: ignore[no-any-return]
-
-
 def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_names(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
-    supernet = subnetact.insert_(Encoder().eval(), example=x)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    network = seeded(lambda m, x: m.head(m.layers(x).mean(1)), layers=layers, head=(32, 5))
+    supernet = subnetact.insert_(network, example=x)
     engine = subnetact.Engine(supernet, supernet.space.sample(0, 1), example=x[:1])
     with pytest.raises(ExportError, match=r"use subnetact\.export\.to_onnx or to_pt2"):
         to_torchscript(engine, tmp_path / "model.pt", progress=False)

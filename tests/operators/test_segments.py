@@ -305,31 +305,6 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
         assert found(x).isfinite().all()
 
 
-def test_copies_are_made_once_per_layer_and_slice() -> None:
-    _, supernet = dense()
-    assert supernet.packed_bytes() == 0
-    supernet.subnet(supernet.space.largest())
-    assert supernet.packed_bytes() == 0  # All segments are whole.
-    supernet.subnet(supernet.space.parse({"left": [8], "right": [1]}))
-    assert supernet.packed_bytes() == 0  # Only the last segment is narrowed.
-    for _ in range(2):
-        supernet.refresh()
-        for spec in supernet.space.enumerate():
-            supernet.private_view(spec)
-        copied = [(left, right) for left in (2, 5) for right in (1, 6)]
-        # Per channel: 4 of bn, 2 * (9 + 1) of depthwise, 2 * 4 of bn2, 2 * 10 of mix.
-        floats = sum((4 + left + right) * (4 + 20 + 8 + 20) for left, right in copied)
-        assert supernet.packed_bytes() == 4 * floats
-    engine = subnetact.Engine(supernet, [supernet.space.smallest()], allow_uncalibrated=True)
-    assert engine.stats().packed_bytes == supernet.packed_bytes()
-    _, linear = joined()
-    for spec in linear.space.enumerate():
-        linear.subnet(spec)
-    assert linear.packed_bytes() == 4 * 3 * (8 + 16 + 24)  # the biases of queries, keys and values
-    linear.packs = True
-    assert type(linear.subnet(linear.space.smallest()).qkv).forward is nn.Linear.forward
-
-
 @EVERY
 @pytest.mark.parametrize("budget", [0, 64])
 def test_views_engines_and_programs_follow_the_weights(case: Case, budget: int) -> None:

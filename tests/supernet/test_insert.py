@@ -12,20 +12,12 @@ import torch
 import torch.nn.functional as F
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written, seeded
 
 from subnetact import Axis, SubnetSpace, Supernet, insert_
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Mixed(nn.Module):
@@ -38,7 +30,9 @@ class Mixed(nn.Module):
         self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.grouped = nn.Conv2d(8, 16, 1, groups=4, bias=False)
         self.over_time = nn.Conv1d(16, 12, 3)
-        self.stack = nn.ModuleList([Residual() for _ in range(4)])
+        self.stack = nn.ModuleList(
+            Written(lambda m, x: x + torch.tanh(m.linear(x)), linear=(12, 12)) for _ in range(4)
+        )
         self.head = nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,23 +139,15 @@ def test_layers_may_be_called_by_name_and_give_their_settings_away() -> None:
         def forward(self, mask: Tensor, hidden: Tensor | None = None) -> Tensor:
             return self.linear(mask) if hidden is None else hidden
 
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Layer(i) for i in range(3)])
-            self.read: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            first, layer = self.layers[0], self.layers[1]
-            object.__setattr__(
-                self,
-                "read",
-                (layer.number, layer.doubled, layer.kind, layer.linear.in_features, len(self.layers)),
-            )
-            return layer(hidden=None, mask=first(x)) if len(self.layers) == 3 else x
+    def run(m: Any, x: Tensor) -> Tensor:
+        first, layer = m.layers[0], m.layers[1]
+        read = (layer.number, layer.doubled, layer.kind, layer.linear.in_features, len(m.layers))
+        object.__setattr__(m, "read", read)
+        return layer(hidden=None, mask=first(x)) if len(m.layers) == 3 else x  # type: ignore[no-any-return]
 
     space = space_of(keep=[0, 1])
-    supernet = insert_(Stack().eval(), space, {"layers": LayerSelect.on(**{"1": "keep"})})
+    stack = seeded(run, layers=nn.ModuleList([Layer(i) for i in range(3)]))
+    supernet = insert_(stack, space, {"layers": LayerSelect.on(**{"1": "keep"})})
     x = torch.randn(2, 3)
     for network in (supernet.subnet(space.smallest()), supernet.extract(space.smallest())):
         torch.testing.assert_close(network(x), supernet.network.layers._modules["0"](x), rtol=0, atol=0)
@@ -169,12 +155,8 @@ def test_layers_may_be_called_by_name_and_give_their_settings_away() -> None:
         with pytest.raises(AttributeError, match="Layer has no attribute 'weight' here: this subnet skips"):
             _ = network.layers[1].weight
     extracted = supernet.extract(space.smallest())
-    assert [name for name, _ in extracted.named_parameters()] == [
-        "layers.0.linear.weight",
-        "layers.0.linear.bias",
-        "layers.2.linear.weight",
-        "layers.2.linear.bias",
-    ]
+    names = [name for name, _ in extracted.named_parameters()]
+    assert names == [f"layers.{i}.linear.{name}" for i in (0, 2) for name in ("weight", "bias")]
     del supernet, network
     gc.collect()
     assert copy.deepcopy(extracted)(x).shape == (2, 3)
