@@ -23,7 +23,6 @@ from subnetact.errors import ExportError, InsertError
 from subnetact.export import load_exported, to_onnx, to_torchscript
 from subnetact.insertion.description import Description
 from subnetact.insertion.description_proof import Proof
-from subnetact.insertion.tensor_memo import forget_
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.supernet.module_outputs import outputs_of
 
@@ -609,17 +608,6 @@ def test_a_model_that_cannot_be_copied_as_a_whole_becomes_elastic() -> None:
     supernet = subnetact.insert_(model, example=X)
     assert supernet.network is model
     assert list(supernet.space.dimensions) == ["first.width", "second.width"]
-
-
-def test_a_memo_that_is_keyed_by_shape_does_not_grow() -> None:
-    network: Any = nn.Linear(2, 2)
-    network.memo = {0: torch.zeros(2)}
-    forget_([(network, "memo")])
-    for key in range(1000):
-        network.memo[key] = torch.zeros(2)
-    assert float(network.memo[999].sum()) == 0
-    with pytest.raises(KeyError):
-        network.memo[0]
 
 
 def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_names(tmp_path: Path) -> None:

@@ -271,16 +271,6 @@ def test_a_copy_of_the_network_runs_by_itself(copied: Callable[[Any], Any]) -> N
         supernet_of(network)
 
 
-def test_what_wraps_a_network_leads_to_its_supernet() -> None:
-    _, supernet = reading()
-    for model in (supernet, supernet.network, nn.Sequential(supernet), nn.ModuleList([supernet.network])):
-        assert supernet_of(model) is supernet
-    removed = supernet.remove()
-    assert not any(removed._forward_hooks)
-    assert not any(removed._forward_pre_hooks)
-    assert equal(removed(torch.ones(2, 4)), removed(torch.ones(2, 4)))
-
-
 def test_a_checkpoint_whose_subnet_is_forgotten_is_refused() -> None:
     _, supernet = reading()
     network, x = supernet.network, torch.randn(4, 4, requires_grad=True)

@@ -139,24 +139,6 @@ def test_a_load_that_fails_half_way_changes_nothing(supernet: Supernet, assign: 
     assert all(parameter is tensors[name] for name, parameter in supernet.named_parameters())
 
 
-@pytest.mark.parametrize("door", ["load_state_dict", "exchange_storage"])
-def test_a_load_that_finds_no_room(supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is then loaded in place, as the documentation advises, reaches every copy."""
-    spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
-    supernet(X, subnet=spec)
-    name = "load.renew_storage_" if door == "load_state_dict" else "supernet.exchange_storage_"
-    with monkeypatch.context() as patch:
-        patch.setattr(f"subnetact.supernet.{name}", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            supernet.load_state_dict(checkpoints(supernet)[0]) if door == "load_state_dict" else (
-                supernet.exchange_storage({})
-            )
-    before = supernet.generation.moment()
-    supernet.network.load_state_dict(checkpoints(supernet)[0])
-    assert not supernet.generation.moment().same_weights(before)
-    torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=5e-5)
-
-
 def test_optimizers_and_ties_survive_an_exchange(supernet: Supernet) -> None:
     network = supernet.network
     network.narrow[0].weight.data = network.wide[0].weight.data[:, :]  # two parameters on one storage
@@ -196,25 +178,6 @@ def test_shared_memory_is_loaded_in_place_and_a_copied_supernet_is_independent(s
     assert type(pickle.loads(pickle.dumps(supernet.network))._parameters) is dict
 
 
-@pytest.mark.parametrize("kind", [lambda t: t.detach() * 1.5, lambda t: nn.Parameter(t.detach() * 1.5)])
-def test_functional_call_uses_the_given_weights(supernet: Supernet, kind: Callable[[Tensor], Tensor]) -> None:
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    engine = subnetact.Engine(supernet, specs, allow_uncalibrated=True)
-    before = [supernet(X, subnet=specs[0]), engine(X, 1)]
-    given = {name: kind(p) for name, p in supernet.named_parameters()}
-    other = copy.deepcopy(supernet)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.5)
-    for spec in specs:  # The first is cached, the second is not.
-        output = torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
-        torch.testing.assert_close(output, other(X, subnet=spec), rtol=0, atol=1e-5)
-    assert torch.equal(supernet(X, subnet=specs[0]), before[0])
-    assert torch.equal(engine(X, 1), before[1])
-    for spec in specs:
-        torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=1e-6)
-
-
 def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_path: Path) -> None:
     """Who serves, fuses or saves while the call runs gets an error, and afterwards its own weights."""
     spec = supernet.space.smallest()
@@ -239,21 +202,6 @@ def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_
         torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
     with supernet.generation.unchanged():
         pass
-
-
-def test_the_state_of_a_norm_of_another_precision_than_its_row_is_its_own() -> None:
-    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
-    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    supernet = subnetact.insert_(network, example=x)
-    largest = supernet.space.largest()
-    subnetact.calibrate(supernet, [largest], [x])
-    supernet.network[1].double()
-    row = supernet.norms.get(largest)
-    assert row is not None
-    mean, _ = row.pairs()["1"]
-    state = supernet.state_dict()
-    assert torch.equal(state["1.running_mean"], mean.double())
-    supernet.load_state_dict(state)
 
 
 IMAGES = torch.randn(2, 3, 8, 8)
