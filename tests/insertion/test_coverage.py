@@ -55,8 +55,8 @@ def coverage() -> ModuleType:
 @pytest.mark.parametrize(
     "name",
     [
-        *("torchvision:squeezenet1_1", "timm:ese_vovnet19b_slim", "transformers:qwen3", "hand:nanogpt"),
-        "hand:nanogpt_own_sizes",
+        *("torchvision:squeezenet1_1", "timm:ese_vovnet19b_slim", "hand:nanogpt", "hand:nanogpt_own_sizes"),
+        *(f"transformers:{name}" for name in ("t5", "modernbert", "electra", "distilbert", "mpnet")),
     ],
 )
 def test_a_model_gives_the_committed_results(coverage: ModuleType, name: str) -> None:

@@ -174,57 +174,6 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     assert count <= 0.7 * sum(p.numel() for p in original.parameters())
 
 
-OTHERS: Mapping[str, Any] = {
-    # name -> model and example, slots per axis, a part of a reason for what is refused
-    "t5": (
-        lambda: model_of(
-            "T5ForConditionalGeneration", "T5Config", d_model=48, d_kv=12, d_ff=80, num_layers=4, num_heads=4,
-            vocab_size=64, decoder_start_token_id=0,
-        ),
-        lambda: tokens() | {"decoder_input_ids": tokens()["input_ids"][:, :3]},
-        {"ffn": 8, "heads": 3}, ("encoder.block.depth", "returns a tuple, not one tensor"),
-    ),
-    "bart": (
-        lambda: model_of(
-            "BartForConditionalGeneration", "BartConfig", d_model=48, encoder_layers=4, decoder_layers=4,
-            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=80, decoder_ffn_dim=80,
-            **TEXT,
-        ),
-        lambda: tokens() | {"decoder_input_ids": tokens()["input_ids"][:, :3]},
-        {"depth": 2, "ffn": 8, "heads": 12}, ("model.decoder.layers.0.depth", "the cache of the first block"),
-    ),
-    "swin": (
-        lambda: model_of(
-            "SwinModel", "SwinConfig", image_size=32, patch_size=4, embed_dim=24, depths=[2, 2],
-            num_heads=[2, 4], window_size=4,
-        ),
-        images, {"ffn": 4, "heads": 4}, ("encoder.layers.0.blocks.depth", "returns a tuple"),
-    ),
-    "recurrent gemma": (
-        *text("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig"),
-        {"depth": 1, "ffn": 4, "heads": 1}, None,
-    ),
-    "modernbert": (
-        *text("ModernBertModel", "ModernBertConfig"),
-        {"depth": 1, "ffn": 4, "heads": 4}, None,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_relatives_are_elastic_as_far_as_their_blocks_allow(name: str) -> None:
-    make, example, slots, refused = OTHERS[name]
-    model, x = make(), example()
-    description = describe(model, x, axes=("depth", "ffn", "heads"), proof=False)
-    assert {axis.name: len(axis.slots) for axis in description.space.axes} == slots
-    if refused:
-        assert refused[1] in description.refused[refused[0]]
-    supernet = insert_(model, description, example=x)
-    for spec in supernet.space.sample(0, 4):
-        found = call(supernet.subnet(spec), x)
-        torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=0, atol=1e-6)
-
-
 class Attention(nn.Module):
     """An attention whose code takes the width of a head from the width of its input."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -255,28 +256,22 @@ def test_extremes_are_refused_whatever_the_weights(extreme: Callable[..., Tensor
     assert "takes the largest or the least of its outputs" in description.refused["b"]
 
 
-class Listening(nn.Module):
-    """Convolutions before a recurrent layer, which is called as a module or as a function."""
-
-    def __init__(self, kind: type[nn.RNNBase], by_function: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3)
-        self.recurrent: nn.Module = kind(6, 5, batch_first=True)
-        self.head = nn.Linear(5, 4)
-        self.by_function = by_function
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.second(self.first(x).relu()).relu().mean(2).transpose(1, 2)
-        if not self.by_function:
-            return self.head(self.recurrent(rows)[0][:, -1])
-        state, weights = rows.new_zeros(1, len(rows), 5), list(self.recurrent.parameters())
-        return self.head(torch.gru(rows, state, weights, True, 1, 0.0, False, False, True)[0][:, -1])
+def listening(m: Any, x: Tensor) -> Tensor:
+    """Convolve before a recurrent layer, which is called as a module or as a function."""
+    rows = m.second(m.first(x).relu()).relu().mean(2).transpose(1, 2)
+    if not m.by_function:
+        return m.head(m.recurrent(rows)[0][:, -1])  # type: ignore[no-any-return]
+    state, weights = rows.new_zeros(1, len(rows), 5), list(m.recurrent.parameters())
+    return m.head(torch.gru(rows, state, weights, True, 1, 0.0, False, False, True)[0][:, -1])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "by_function"), [(nn.LSTM, False), (nn.GRU, False), (nn.GRU, True)])
 def test_channels_that_a_recurrent_layer_reads_stay_whole(kind: type[nn.RNNBase], by_function: bool) -> None:
-    network, full = (Listening(kind, by_function).eval() for _ in range(2))
+    layers = {"first": partial(nn.Conv2d, 3, 8, 3), "second": partial(nn.Conv2d, 8, 6, 3), "head": (5, 4)}
+    recurrent = partial(kind, 6, 5, batch_first=True)
+    network, full = (
+        seeded(listening, **layers, recurrent=recurrent, by_function=by_function) for _ in range(2)
+    )
     supernet = subnetact.insert_(network, example=ODD)
     half: Any = supernet.extract(supernet.space.smallest())
     torch.testing.assert_close(supernet(ODD), full(ODD), rtol=5e-5, atol=5e-5)

@@ -544,29 +544,22 @@ def test_a_norm_of_each_channel_is_narrow_as_in_a_pruned_network(kind: str, dims
     torch.testing.assert_close(outputs_of(supernet.subnet(small), x)[0], last, rtol=5e-5, atol=5e-5)
 
 
-class Levels(nn.Module):
-    """The backbone of a detector: two levels of features, behind norms that are frozen."""
-
-    out_channels = (16, 16)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 16, 3, 4, 1), channel_norm("frozen", 2, 16)
-        self.fine, self.coarse = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.fine(self.norm(self.first(x)).relu()).relu()
-        return {"fine": x, "coarse": self.coarse(x).relu()}
+def levels(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return two levels of features, behind norms that are frozen: the backbone of a detector."""
+    x = m.fine(m.norm(m.first(x)).relu()).relu()
+    return {"fine": x, "coarse": m.coarse(x).relu()}
 
 
 def test_a_detector_is_inserted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     detection = torchvision.models.detection
     best = lambda boxes, scores, *_: scores.argsort(descending=True)  # noqa: E731
     monkeypatch.setattr(torchvision.ops.boxes, "batched_nms", best)  # its operator is missing here
-    torch.manual_seed(0)
+    layers = {"first": nn.Conv2d(3, 16, 3, 4, 1), "norm": channel_norm("frozen", 2, 16)}
+    layers |= {"fine": nn.Conv2d(16, 16, 1), "coarse": nn.Conv2d(16, 16, 3, 2, 1)}
+    backbone = seeded(levels, **layers, out_channels=[16, 16])
     anchors = detection.anchor_utils.DefaultBoxGenerator([[2], [2]])
     options = {"score_thresh": 0.0, "topk_candidates": 10, "detections_per_img": 5}
-    model = detection.ssd.SSD(Levels(), anchors, (32, 32), 3, **options).eval()
+    model = detection.ssd.SSD(backbone, anchors, (32, 32), 3, **options).eval()
     images = [torch.rand(3, 32, 24)]
     zeroed = copy.deepcopy(model)
     supernet = subnetact.insert_(model, example=(images,))

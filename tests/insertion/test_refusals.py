@@ -9,12 +9,14 @@ import copy
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from written_networks import Written
 
 import subnetact
 from subnetact.errors import InsertError
@@ -49,17 +51,12 @@ class Signal(Plain):
         return self.b(self.between(self, self.a(x).relu()))
 
 
-class Attending(nn.Module):
-    """Attention of torch between linear layers."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 32), nn.Linear(8, options.get("kdim", 32)), nn.Linear(8, 32)
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, **options)
-        self.o = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.attention(self.q(x), self.k(x), self.v(x), need_weights=False)[0])
+def attending(**options: Any) -> Callable[[], nn.Module]:
+    """Return a maker of an attention of torch between linear layers."""
+    forward = lambda m, x: m.o(m.attention(m.q(x), m.k(x), m.v(x), need_weights=False)[0])  # noqa: E731
+    layers = {"q": (8, 32), "k": (8, options.get("kdim", 32)), "v": (8, 32), "o": (32, 5)}
+    attention = partial(nn.MultiheadAttention, 32, 4, batch_first=True, **options)
+    return lambda: Written(forward, **layers, attention=attention)
 
 
 class GraphAttention(nn.Module):
@@ -90,30 +87,18 @@ class PerGroup(Plain):
         return self.b(h.flatten(1))
 
 
-class Parameters(nn.Module):
-    """A model whose weights are all its own parameters."""
-
-    def __init__(self, head: bool) -> None:
-        super().__init__()
-        self.u, self.v = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16, 4))
-        self.head = nn.Linear(4, 3) if head else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.einsum("bi,ij->bj", x, self.u).relu()
-        return self.head(torch.einsum("bi,ij->bj", h, self.v))
+def parameters(head: Any) -> nn.Module:
+    """Return a model whose weights are its own parameters."""
+    forward = lambda m, x: m.head((x @ m.u).relu() @ m.v)  # noqa: E731
+    own = {"u": nn.Parameter(torch.randn(8, 16)), "v": nn.Parameter(torch.randn(16, 4))}
+    return Written(forward, **own, head=head)
 
 
-class Finding(nn.Module):
-    """A detector that returns what has a score above a threshold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
-        y = self.b(self.a(x).relu())
-        y = y[y[:, 0] > 1e6]
-        return [{"boxes": y[:, 1:], "scores": y[:, 0]}]
+def finding(m: Any, x: Tensor) -> list[dict[str, Tensor]]:
+    """Return, as a detector does, what has a score above a threshold."""
+    y = m.b(m.a(x).relu())
+    y = y[y[:, 0] > 1e6]
+    return [{"boxes": y[:, 1:], "scores": y[:, 0]}]
 
 
 class Buffered(Plain):
@@ -171,10 +156,10 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, Mapping[str, int
     "a buffer that is assigned": (Buffered, X, "a.ffn", FIRST),
     "a position": (written((slice(None), slice(None), 0), 0.0), SIGNAL, "a.width", FIRST),
     "positions": (written((..., slice(1, 3)), 0.5), SIGNAL, "a.width", FIRST),
-    "appended keys": (lambda: Attending(add_bias_kv=True), SEQUENCE, "q.width", STREAM | {"o.weight": 1}),
-    "appended zeros": (lambda: Attending(add_zero_attn=True), SEQUENCE, "q.width", STREAM | {"o.weight": 1}),
+    "appended keys": (attending(add_bias_kv=True), SEQUENCE, "q.width", STREAM | {"o.weight": 1}),
+    "appended zeros": (attending(add_zero_attn=True), SEQUENCE, "q.width", STREAM | {"o.weight": 1}),
     "heads with appended keys": (
-        lambda: Attending(add_bias_kv=True, add_zero_attn=True),
+        attending(add_bias_kv=True, add_zero_attn=True),
         SEQUENCE,
         "attention.heads",
         {"attention.out_proj.weight": 1},
@@ -310,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, tuple[str, ...]]]
         ("Signal: The size of tensor", "own size or -1"),
     ),
     "an attribute in a formula": (lambda: Signal(divided), SIGNAL, "a.width", ("by dim, use", "size or -1")),
-    "kdim": (lambda: Attending(kdim=16), SEQUENCE, "attention.heads", ("project to embed_dim before",)),
+    "kdim": (attending(kdim=16), SEQUENCE, "attention.heads", ("project to embed_dim before",)),
 }
 """What is refused: the model, an example, the start of the name that is refused, and words of the reason."""
 
@@ -333,11 +318,14 @@ def test_a_refusal_says_what_to_change(case: str) -> None:
     ("factory", "message"),
     [
         (
-            lambda: Parameters(False),
+            lambda: parameters(nn.Identity()),
             "the parameters u, v belong to no known layer: use nn.Linear, or describe",
         ),
-        (lambda: Parameters(True), "head: its outputs .*; the parameters u, v belong to no known layer"),
-        (Finding, "Finding returns empty outputs, .* give an example in which it finds something"),
+        (lambda: parameters((4, 3)), "head: its outputs .*; the parameters u, v belong to no known layer"),
+        (
+            lambda: Written(finding, a=(8, 16), b=(16, 5)),
+            "Written returns empty outputs, .* give an example in which it finds something",
+        ),
         (hooked, r"Plain.a has hooks, .* remove them first, .* and register them after insert_"),
     ],
 )

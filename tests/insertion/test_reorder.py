@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from small_families import small_inputs, small_supernet
 from small_spaces import space_of
 from torch import Tensor, nn
-from written_networks import Written
+from written_networks import Written, seeded
 
 import subnetact
 from subnetact import LayerSelect, SubnetNorm, WeightSlice, reorder_
@@ -382,29 +382,21 @@ def test_units_move_with_all_that_reads_and_writes_them(name: str) -> None:
         assert torch.equal(state[name], moved(before[name])), name
 
 
-class Gradless(nn.Module):
-    """A network that runs without gradients, cannot run with them, or reads how often it was called."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.how, self.calls = how, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "changed in place":
-            self.last.bias.mul_(1)
-        with torch.set_grad_enabled(self.how == "changed in place"):
-            hidden = F.relu(self.first(x))
-            if self.how == "reads its calls":
-                self.calls += 1
-                hidden = hidden * (self.calls > 0)
-            return self.last(F.relu(self.second(hidden)))
+def gradless(m: Any, x: Tensor) -> Tensor:
+    """Run without gradients, not at all with them, or read how often the network was called."""
+    if m.how == "changed in place":
+        m.last.bias.mul_(1)
+    with torch.set_grad_enabled(m.how == "changed in place"):
+        hidden = m.first(x).relu()
+        if m.how == "reads its calls":
+            m.calls += 1
+            hidden = hidden * (m.calls > 0)
+        return m.last(m.second(hidden).relu())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("how", ["without gradients", "changed in place", "reads its calls"])
 def test_layers_that_no_graph_connects_have_one_order_per_dimension(how: str) -> None:
-    torch.manual_seed(0)
-    network = Gradless(how).eval()
+    network = seeded(gradless, first=(12, 8), second=(8, 8), last=(8, 3), how=how, calls=0)
     expected = outputs(copy.deepcopy(network), TOKENS)
     elastic = {"first": on(out="width"), "second": on(in_="width", out="width"), "last": on(in_="width")}
     supernet = subnetact.insert_(network, space_of(width=[4, 8]), elastic)
@@ -495,23 +487,14 @@ def test_engines_and_copies_follow() -> None:
     assert supernet.check(TOKENS).ran
 
 
-class Positions(nn.Module):
-    """A forward that reads the order of its channels, which no operator follows."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.up, self.down, self.side = nn.Linear(12, 8), nn.Linear(8, 12), nn.Linear(8, 12)
-        self.how = how
-        if how == "zeros":
-            nn.init.zeros_(self.down.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.how in ("numbered", "zeros"):
-            x = x * torch.arange(1, 1 + x.shape[-1]).to(x)
-        if self.how == "output":
-            return x
-        return self.down(F.relu(x)) + (self.side(x) if self.how == "forgotten" else 0)
+def positions(m: Any, x: Tensor) -> Tensor:
+    """Read the order of channels, which no operator follows."""
+    x = m.up(x)
+    if m.how in ("numbered", "zeros"):
+        x = x * torch.arange(1, 1 + x.shape[-1]).to(x)
+    if m.how == "output":
+        return x
+    return m.down(x.relu()) + (m.side(x) if m.how == "forgotten" else 0)  # type: ignore[no-any-return]
 
 
 def feeding() -> nn.Module:
@@ -545,9 +528,12 @@ def test_an_order_that_would_change_the_output_is_refused(monkeypatch: pytest.Mo
 )
 def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -> None:
     torch.manual_seed(0)
-    network, at, other = nn.Sequential(Positions(how), feeding(), nn.Linear(12, 3)), "0", "1"
+    reading: Any = Written(positions, up=(12, 8), down=(8, 12), side=(8, 12), how=how)
+    network, at, other = nn.Sequential(reading, feeding(), nn.Linear(12, 3)), "0", "1"
+    if how == "zeros":
+        nn.init.zeros_(reading.down.weight)
     if how == "output":
-        network, at, other = nn.Sequential(feeding(), Positions(how)), "1", "0"
+        network, at, other = nn.Sequential(feeding(), reading), "1", "0"
     elastic = {f"{at}.up": on(out="width"), f"{at}.down": on(in_="width")}
     elastic |= {f"{other}.up": on(out="hidden"), f"{other}.down": on(in_="hidden")}
     space = space_of("reorder", lambda v: {**v, "hidden": v["width"]}, width=[4, 8])

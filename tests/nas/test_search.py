@@ -101,14 +101,8 @@ def test_a_killed_search_goes_on(
         def again(spec: SubnetSpec) -> float:
             return counted(spec) * 0 + 1.1 * float(latency(spec)) + 0.4 * (sum(map(ord, spec.key)) % 2)
 
-        options: dict[str, Any] = {
-            "size": 8,
-            "evaluations": 60,
-            "method": method,
-            "seed": 4,
-            "progress": False,
-        }
-        options |= {"remeasure": again, "remeasure_accuracy": counted, "resume": path}
+        options: dict[str, Any] = {"remeasure": again, "remeasure_accuracy": counted, "resume": path}
+        options |= {"size": 8, "evaluations": 60, "method": method, "seed": 4, "progress": False}
         return search(supernet, counted, latency, **options)
 
     whole = run(math.inf, None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 from subnetact import Supernet, insert_
 from subnetact.errors import CheckpointError
@@ -53,24 +55,19 @@ def test_a_prefix_that_all_names_have_is_dropped(prefix: str, strict: bool) -> N
     assert supernet.fingerprint() == before
 
 
-class Named(nn.Module):
-    """Submodules of the names that a supernet has itself, and a tie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module, self.space, self.norms = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.card = nn.Linear(4, 4)
-        self.card.weight = self.norms.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.card(self.norms(self.space(self.module(x))))
+def named() -> nn.Module:
+    """Return submodules of the names that a supernet has itself, and a tie."""
+    compute = lambda m, x: m.card(m.norms(m.space(m.module(x))))  # noqa: E731
+    network: Any = Written(compute, **dict.fromkeys(("module", "space", "norms", "card"), (4, 4)))
+    network.card.weight = network.norms.weight
+    return network.eval()  # type: ignore[no-any-return]
 
 
 def test_submodules_may_have_any_name_and_tied_tensors_either() -> None:
     x, space = torch.randn(2, 4), space_of(c=[2, 4])
     elastic = {"module": WeightSlice.on(out="c"), "space": WeightSlice.on(in_="c")}
     for absent in ("norms.weight", "card.weight", None):
-        network, state = Named().eval(), Named().state_dict()
+        network, state = named(), named().state_dict()
         supernet = insert_(network, space, elastic)
         supernet.card = Card({"small": space.smallest()})
         supernet.load_state_dict({name: t for name, t in state.items() if name != absent})
