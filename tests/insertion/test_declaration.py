@@ -164,7 +164,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     space = supernet.space
     torch.testing.assert_close(call(supernet.subnet(space.largest()), x), expected, rtol=1e-5, atol=1e-5)
     rng = random.Random(0)
-    for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
+    for spec in (space.smallest(), *(space.sample(rng) for _ in range(9))):
         found = call(supernet.subnet(spec), x)
         torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=5e-5, atol=5e-5)
         pruned = by_hand(original, tuple(names), sizes_of(description, supernet, spec))

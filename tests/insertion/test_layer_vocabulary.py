@@ -28,7 +28,6 @@ SIZES = {
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "smollm": ("Llama", {"tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"sliding_window": 4}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {}),
     "gemma": ("Gemma", {"num_key_value_heads": 1}),
@@ -104,7 +103,7 @@ def test_random_subnets_equal_the_model_of_the_sliced_configuration(kind: str) -
     torch.testing.assert_close(logits(supernet.subnet(space.largest())), logits(original), rtol=0, atol=0)
     rng = random.Random(0)
     skipping = 0
-    for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
+    for spec in (space.smallest(), *(space.sample(rng) for _ in range(11))):
         layers = space.format(spec)
         skipping += any("skip" in fields for fields in layers.values())
         expected = logits(reference(original, kind, layers))
@@ -116,10 +115,10 @@ def test_random_subnets_equal_the_model_of_the_sliced_configuration(kind: str) -
         assert space.parse(config) == spec
         config.allow_global_per_layer_attribute_access = True  # Some check the global number of heads.
         assert space.parse(type(config).from_dict(config.to_dict())) == spec
-    assert skipping > 5
+    assert skipping > 3
 
 
-@pytest.mark.parametrize("kind", ["llama", "smollm", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["smollm", "qwen2", "gemma3"])
 def test_a_subnet_of_different_layers_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     original = copy.deepcopy(model)

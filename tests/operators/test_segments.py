@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from plain_engines import plain_engine
 from small_spaces import space_of
 from torch import Tensor, nn
+from written_networks import Written
 
 import subnetact
 import subnetact.costs
@@ -267,15 +268,6 @@ def entries(segments: Segments, sizes: dict[str, int]) -> list[int]:
     return found
 
 
-class Own(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(2, features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.token
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
     rng = random.Random(seed)
@@ -284,6 +276,7 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
     sizes = {n: rng.randint(1, longest(segments, n)) for n, _ in segments.segments if n is not None}
     total, kept = sum(segments.lengths), entries(segments, sizes)
     one_run = kept == list(range(len(kept)))
+    own = Written(lambda m, x: x + m.token, token=nn.Parameter(torch.randn(2, total)))
     modules: dict[str, tuple[str, Any, int, Tensor]] = {
         "linear out": ("out", nn.Linear(3, total), 0, torch.randn(2, 3)),
         "linear in": ("in_", nn.Linear(total, 3), 1, torch.randn(2, len(kept))),
@@ -291,7 +284,7 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
         "depthwise": ("out", nn.Conv1d(total, total, 2, groups=total), 0, torch.randn(2, len(kept), 4)),
         "batch norm": ("channels", nn.BatchNorm1d(total), 0, torch.randn(2, len(kept), 4)),
         "layer norm": ("features", nn.LayerNorm(total), 0, torch.randn(2, len(kept))),
-        "parameter": ("token", Own(total), 1, torch.randn(2, len(kept))),
+        "parameter": ("token", own, 1, torch.randn(2, len(kept))),
     }
     for what, (part, module, axis, x) in modules.items():
         name = "token" if what == "parameter" else "weight"

@@ -347,17 +347,6 @@ def test_a_teacher_keeps_its_frozen_parts() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
 
 
-class Dense(nn.Module):
-    """Scores per position, each of them from its own input alone."""
-
-    def __init__(self, convolution: Any) -> None:
-        super().__init__()
-        self.first, self.last = convolution(3, 16, 1), convolution(16, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
-
-
 LEARNING: dict[str, tuple[dict[str, Any], int]] = {
     "the usual": ({}, -100),
     "a share of labels": ({"distillation": 0.5}, -100),
@@ -367,10 +356,11 @@ LEARNING: dict[str, tuple[dict[str, Any], int]] = {
     "an own loss": ({"loss": partial(F.cross_entropy, ignore_index=255)}, 255),
 }
 SHAPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "pixels": (lambda: Dense(nn.Conv2d), (4, 4)),
-    "a sequence": (lambda: Dense(nn.Conv1d), (6,)),
+    "pixels": (lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Conv2d(16, 4, 1)), (4, 4)),
+    "a sequence": (lambda: nn.Sequential(nn.Conv1d(3, 16, 1), nn.ReLU(), nn.Conv1d(16, 4, 1)), (6,)),
     "rows": (lambda: nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4)), ()),
 }
+"""Scores per position, each of them from its own input alone."""
 
 
 def dense_data(places: tuple[int, ...], ignored: int) -> tuple[Tensor, Tensor, Tensor]:
