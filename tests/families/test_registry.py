@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,10 @@ def test_subnets_are_traced_scripted_and_exported(family: str, how: str, small: 
         torch.testing.assert_close(EXPORTS[how](network, inputs), expected, atol=5e-5, rtol=1e-5)
 
 
-PUBLISHED: dict[str, SubnetSpace] = {}
-
-
+@cache
 def published(family: str) -> SubnetSpace:
-    if family not in PUBLISHED:
-        with torch.device("meta"):
-            PUBLISHED[family] = family_of(family).build()[1]
-    return PUBLISHED[family]
+    with torch.device("meta"):
+        return family_of(family).build()[1]
 
 
 @pytest.mark.parametrize("family", families())

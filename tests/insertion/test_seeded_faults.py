@@ -71,16 +71,6 @@ def moved(part: str, to: str) -> Edit:
     return edited(part, None, lambda group, member: [(to, member)])
 
 
-def in_segments(part: str, *starts: int, total: int) -> Edit:
-    """Let several segments of equal lengths follow the size in place of one."""
-
-    def edit(group: str, member: Member) -> Members:
-        multiple = member.multiple // len(starts)
-        return [(group, replace(member, multiple=multiple, start=start, total=total)) for start in starts]
-
-    return edited(part, None, edit)
-
-
 def joined(part: str) -> Edit:
     """Let one segment follow the size as often as all segments of a part together."""
 
@@ -187,9 +177,6 @@ IN_DESCRIPTIONS: dict[str, dict[str, Edit]] = {
             "attention.heads", "attention.q.out", "attention.o.in_", "attention.num_heads"
         ),
         "queries have the multiple of keys": changed("attention.q.out", multiple=4),
-        "the queries of keys are a half of all heads apart, and not beside each other": all_of(
-            in_segments("attention.q.out", 0, 16, total=32), in_segments("attention.o.in_", 0, 16, total=32)
-        ),
     },
     "gated": {
         "gate and value are one segment": joined("up.out"),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.errors import InsertError
-from subnetact.operators.base import Operator
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import distill_, sandwich_step
 
@@ -118,22 +117,6 @@ def test_what_cannot_be_sliced_in_the_same_way_is_refused(name: str, module: nn.
     ordinary = supernet.remove()
     setattr(ordinary, name, module.eval())
     assert type(getattr(ordinary, name)) is type(module)
-
-
-def test_what_needs_no_slices_is_put_in_and_taken_out_freely() -> None:
-    supernet, plain = classifier()
-    small, network = supernet.space.smallest(), supernet.network
-    network.fc = nn.Sequential(nn.Identity(), network.fc)
-    close(supernet(X, subnet=small), reference(plain, X))
-    network.fc = network.fc[1]
-    assert isinstance(network.fc, Operator)
-    network.block.insert(0, nn.Identity())
-    network.block[0], network.block[1] = network.block[1], network.block[0]
-    close(supernet(X, subnet=small), reference(plain, X))
-    network.fc = nn.Identity()
-    assert supernet(X, subnet=small).shape == (4, 8)
-    network.block = nn.Identity()
-    assert supernet(X).shape == (4, 16)
 
 
 def by_closure(network: Any) -> Any:
