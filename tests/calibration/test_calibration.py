@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from reference_statistics import reference_statistics
 from safetensors.torch import save_file
 from torch import nn
+from written_networks import seeded
 
 from subnetact import calibrate
 from subnetact.calibration.calibration_norm import batch_statistics
@@ -242,18 +243,12 @@ def test_less_memory_computes_more(digits: Supernet) -> None:
     assert bits(flat(digits, specs), expected)
 
 
-class Unusual(nn.Module):
-    """Two convolutions; `between` is applied to the output of the first one."""
-
-    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.conv2, self.bn2 = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.act, self.counter = nn.ReLU(inplace=True), Counter()
-        self.between = between
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.bn2(self.conv2(self.between(self, self.bn1(self.conv1(x))))))
+def unusual(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return two convolutions; `between` is applied to the output of the first one."""
+    layers = {"conv1": nn.Conv2d(1, 6, 3, padding=1), "conv2": nn.Conv2d(6, 6, 3, padding=1)}
+    norms = {"bn1": nn.BatchNorm2d(6), "bn2": nn.BatchNorm2d(6), "act": nn.ReLU(inplace=True)}
+    compute = lambda m, x: m.act(m.bn2(m.conv2(between(m, m.bn1(m.conv1(x))))))  # noqa: E731
+    return seeded(compute, **layers, **norms, counter=Counter())
 
 
 class Counter(nn.Module):
@@ -302,9 +297,8 @@ UNUSUAL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str | None
 @pytest.mark.parametrize("how", UNUSUAL)
 def test_networks_that_write_in_place_or_cannot_be_traced(how: str, rule: str) -> None:
     between, reason = UNUSUAL[how]
-    torch.manual_seed(0)
     elastic = {"conv2": WeightSlice.on(), "bn2": SubnetNorm.on()}
-    supernet = one_width(Unusual(between), elastic, [3, 4, 6]).double()
+    supernet = one_width(unusual(between), elastic, [3, 4, 6]).double()
     specs = list(supernet.space.enumerate())
     batches = [batch.double() for batch in SHARED]
     report = calibrate(supernet, specs, batches, False, rule)
