@@ -302,10 +302,7 @@ def report(known: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parts: dict[str, Callable[[Run], Any]] = {
-        "families": lambda this: {
-            **this.known.get("families", {}),
-            **by_family(this.args.families, this.args.precisions),
-        },
+        "families": lambda this: by_family(this.args, this.known.get("families", {})),
         "sizes": lambda _: by_size(),
         "budget": lambda _: by_budget(),
     }
