@@ -283,14 +283,14 @@ class BaseApp:
         Raises:
             Refusal: the body is too long or too slow, or the client has left, even within the block.
         """
-        loop, task, limit_s = asyncio.get_running_loop(), asyncio.current_task(), self.limits.body_s
+        loop, limit_s = asyncio.get_running_loop(), self.limits.body_s
+        task: Any = asyncio.current_task()
         refusals: list[Refusal] = []
         raw = bytearray()
 
         def end(*why: Any) -> None:
             refusals.append(Refusal(*why))
-            if task is not None:
-                task.cancel()
+            task.cancel()
 
         async def watch() -> None:
             while (await exchange.receive())["type"] != "http.disconnect":
@@ -314,7 +314,7 @@ class BaseApp:
         except asyncio.CancelledError:
             if not refusals:
                 raise
-            if task is not None and hasattr(task, "uncancel"):  # Python 3.11
+            if hasattr(task, "uncancel"):  # Python 3.11
                 task.uncancel()
             raise refusals[0] from None
         finally:
