@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any, Protocol
-from urllib.parse import parse_qsl
 
 from starlette.responses import HTMLResponse, Response
 
 from subnetact import __version__
-from subnetact.errors import InvalidRequest
 from subnetact.serve import inference
 from subnetact.serve.base_app import BaseApp, Exchange
 from subnetact.serve.exchange import CommonModel, Refusal, Terms, reply
@@ -159,7 +157,7 @@ class ServeApp(BaseApp):
 
     async def _infer_tensors(self, exchange: Exchange) -> Response:
         """Answer tensors of the Open Inference Protocol, row by row."""
-        read = partial(inference.read_tensors, self.model, exchange.fields)
+        read = partial(inference.read_tensors, self.model, exchange.headers)
         async with self.body(exchange, self.tensor_bytes) as raw:
             asked, parameters, rows = await self.decoded(read, raw)
             answers, facts = await self._answers(exchange, rows, self._terms(exchange, parameters, Terms))
@@ -168,12 +166,7 @@ class ServeApp(BaseApp):
 
     def _terms(self, exchange: Exchange, body: Terms, kind: type[CommonModel]) -> CommonModel:
         """Return what a request asks for in its body, its query or its headers, the first of which counts."""
-        texts = exchange.header_values(Terms)
-        if query := exchange.scope["query_string"]:
-            try:
-                texts |= parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
-            except ValueError:
-                raise InvalidRequest("query: not readable; give name=value pairs") from None
+        texts = exchange.header_values(Terms) | dict(exchange.query_params)
         return body.completed(kind, texts, self.limits.deadline_ms)
 
     async def _answers(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 from prometheus_client import generate_latest
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -53,7 +54,7 @@ def unix_ms() -> float:
 
 
 class Exchange(Request):
-    """A request with its checked `fields` (headers), the name of its `sender` and when it arrived.
+    """A request with the name of its `sender` and when it arrived.
 
     Its answer is counted as it ends; `outcome` says whether it was in time, if that was asked for. The `id`
     is that of the header `x-request-id`, or a new one.
@@ -65,17 +66,15 @@ class Exchange(Request):
         if ARRIVED in scope:
             self.arrived_ms -= max(0.0, unix_ms() - scope[ARRIVED])
         self.path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        self.fields: Mapping[str, str] = {}
         self.id = os.urandom(8).hex()
         self.sender, self.outcome, self.status, self.counted = "", "", 0, False
 
-    def identify(self, fields: Mapping[str, str]) -> None:
-        """Take the headers, and the ids of the request and its trace from them, if they have some."""
-        self.fields = fields
-        if REQUEST_ID.fullmatch(given := fields.get("x-request-id", "")):
+    def identify(self) -> None:
+        """Take the ids of the request and its trace from the headers, if they have some."""
+        if REQUEST_ID.fullmatch(given := self.headers.get("x-request-id", "")):
             self.id = given
         request_id.set(self.id)
-        if trace := TRACE.fullmatch(fields.get("traceparent", "")):
+        if trace := TRACE.fullmatch(self.headers.get("traceparent", "")):
             trace_id.set(trace[1])
 
     def header_values(self, kind: type[Terms]) -> dict[str, str]:
@@ -83,8 +82,8 @@ class Exchange(Request):
 
         The header `x-deadline-unix-ms` is the time of day, in ms since 1970, when the answer is due.
         """
-        texts = kind.header_values(self.fields)
-        if (due := self.fields.get(DUE)) is not None:
+        texts = kind.header_values(self.headers)
+        if (due := self.headers.get(DUE)) is not None:
             if not (due.isdecimal() and len(due) < 16):
                 raise InvalidRequest(f"{DUE}: got {due[:60]!r}; give whole ms since 1970")
             deadline_ms = int(due) - unix_ms() + monotonic_ms() - self.arrived_ms
@@ -196,10 +195,12 @@ class BaseApp:
             return await self.router(scope, receive, send)
         exchange = Exchange(self, scope, receive, send)
         try:
-            exchange.identify(fields := _fields(scope["headers"], self.limits.header_bytes))
-            self._check_host(fields.get("host", ""))
+            headers = exchange.headers
+            _check_headers(headers, self.limits.header_bytes)
+            exchange.identify()
+            self._check_host(headers.get("host", ""))
             sender, open_ = scope.get("client") or [""], exchange.path in self._open
-            exchange.sender = self.access.client(fields.get("authorization"), sender[0], open_)
+            exchange.sender = self.access.client(headers.get("authorization"), sender[0], open_)
             await self.router.app(exchange.scope, receive, exchange.send)
         except Exception as error:
             refusal = refusal_of(error)
@@ -329,18 +330,13 @@ class BaseApp:
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode, raw)
 
     async def _read(self, exchange: Exchange, raw: bytearray, most: int) -> None:
-        headers, too_large = exchange.fields, f"body: more than {most} bytes; send a smaller one"
+        headers, too_large = exchange.headers, f"body: more than {most} bytes; send a smaller one"
         if headers.get("content-encoding", "") not in ("", "identity"):
             message = "content-encoding: bodies are not decompressed; send them as they are"
             raise Refusal(415, "Unsupported", message)
         if int(headers.get("content-length", 0)) > most:
             raise Refusal(413, "TooLarge", too_large)
-        more = True
-        while more:
-            event = await exchange.receive()
-            if event["type"] == "http.disconnect":
-                raise Refusal(*GONE)
-            chunk, more = event.get("body", b""), event.get("more_body", False)
+        async for chunk in exchange.stream():
             if len(raw) + len(chunk) > most:
                 raise Refusal(413, "TooLarge", too_large)
             if self.held_bytes + len(chunk) > max(most, self.limits.bodies_bytes):
@@ -363,24 +359,19 @@ def _host(name: str) -> str:
     return f"[{name}]" if ":" in name.strip("[]") else name.lower()
 
 
-def _fields(pairs: Iterable[tuple[bytes, bytes]], most: int) -> Mapping[str, str]:
-    """Return headers by lower-case name, of at most `most` bytes and without contradictions."""
-    values: dict[str, str] = {}
-    for raw, value in pairs:
-        name = raw.decode("latin-1")
-        if name in values and name in ("content-length", "transfer-encoding", "host"):
+def _check_headers(headers: Headers, most: int) -> None:
+    """Refuse headers of more than `most` bytes, or with contradictions."""
+    for name in ("content-length", "transfer-encoding", "host"):
+        if len(headers.getlist(name)) > 1:
             raise InvalidRequest(f"{name}: given twice; send one")
-        values[name] = value.decode("latin-1")
-        most -= len(raw) + len(value)
-    if most < 0:
+    if sum(len(name) + len(value) for name, value in headers.raw) > most:
         raise Refusal(431, "TooLarge", "headers: more bytes than this server reads; send fewer")
-    length = values.get("content-length", "0")
-    both = "transfer-encoding" in values and "content-length" in values
+    length = headers.get("content-length", "0")
+    both = "transfer-encoding" in headers and "content-length" in headers
     if both or not (length.isdecimal() and len(length) < 20):
         raise InvalidRequest(
             "content-length: no whole number, or beside transfer-encoding; send the number of bytes"
         )
-    return values
 
 
 def taking(

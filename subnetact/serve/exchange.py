@@ -80,7 +80,7 @@ class Terms(Strict):
         terms = _validated(kind.model_validate_strings, dict(texts)).model_copy(update=own)
         for name, one in terms:
             if name.endswith("_ms") and (one or 0.0) > most_ms:
-                raise InvalidRequest(f"{name}: got {_shortened(one)}, the most is {most_ms:g} ms")
+                raise InvalidRequest(f"{name}: got {one!r:.60}, the most is {most_ms:g} ms")
         return terms
 
 
@@ -112,13 +112,7 @@ def _validated(read: Callable[[Any], Model], value: Any) -> Model:
         if isinstance(own, InvalidRequest):  # of a validator
             raise own from None
         where = ".".join(str(part)[:60] for part in first["loc"]) or "body"
-        raise InvalidRequest(f"{where}: got {_shortened(first['input'])}. {first['msg']}") from None
-
-
-def _shortened(value: object) -> str:
-    """Return a value of a client as it may stand in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        raise InvalidRequest(f"{where}: got {first['input']!r:.60}. {first['msg']}") from None
 
 
 def refusal_of(error: BaseException) -> Refusal:
