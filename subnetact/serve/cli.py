@@ -102,13 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
         setup(args.log_level, args.log_format == "json")
-        run(_open(args), args.host, args.port, args.grace_s)
+        with ExitStack() as opened:
+            run(_open(args, opened), args.host, args.port, args.grace_s)
 
     return reported(serve, options().parse_args(arguments), "subnetact.serve")
 
 
-def _open(args: argparse.Namespace) -> Any:
-    """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
+def _open(args: argparse.Namespace, opened: ExitStack) -> Any:
+    """Load the engine, profile it if it has no latency table, open a batcher, and make the application.
+
+    `opened` closes the batcher at once.
+    """
     from subnetact.serve import read_tokens
 
     if not (args.bundle or args.demo or args.text) or (args.demo and args.text):
@@ -127,11 +131,8 @@ def _open(args: argparse.Namespace) -> Any:
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     service, build = _text_service(args) if args.text else _service(args)
-    with ExitStack() as opened:
-        opened.callback(service.close, drain=False)
-        app = build(**common)
-        opened.pop_all()
-    return app
+    opened.callback(service.close, drain=False)
+    return build(**common)
 
 
 def _service(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -14,21 +14,19 @@ from subnetact.serve.text_codec import TextCodec
 
 MOST_ANSWERS = 64
 COMPLETION_TOKENS = 16  # of an answer to a prompt that names no number, as OpenAI's interface has it
-IGNORED = frozenset(
-    (
-        "metadata",
-        "name",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "tool_calls",
-        "user",
-        "verbosity",
-    )
-)
+IGNORED: Set[str] = {
+    "metadata",
+    "name",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "tool_calls",
+    "user",
+    "verbosity",
+}
 """Fields that clients send and that change nothing here; the metrics count them."""
 NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
