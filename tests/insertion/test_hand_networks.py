@@ -119,30 +119,22 @@ def test_axes_of_a_network_mean_what_they_say(case: str) -> None:
             torch.testing.assert_close(subnet(x), pruned(x))
 
 
-class Twice(nn.Module):
-    """Three layers in a list, and some of them under second names, which the forward uses."""
+def with_second_names(kind: str) -> nn.Module:
+    """Return three layers in a list, and some of them under second names, which the forward uses."""
+    layers = nn.ModuleList([a := nn.Linear(8, 16), b := nn.Linear(16, 12), c := nn.Linear(12, 4)])
+    names = {"once": {}, "first": {"first": a}, "all": {"all": nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c)}}
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 12), nn.Linear(12, 4)])
-        self.kind = kind
-        if kind == "first":
-            self.first = self.layers[0]
-        if kind == "all":
-            a, b, c = self.layers
-            self.all = nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), c)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        first = m.first if kind == "first" else m.layers[0]
+        return m.all(x) if kind == "all" else m.layers[2](m.layers[1](first(x).relu()).relu())  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "all":
-            return self.all(x)  # type: ignore[no-any-return]
-        first = self.first if self.kind == "first" else self.layers[0]
-        return self.layers[2](self.layers[1](first(x).relu()).relu())  # type: ignore[no-any-return]
+    return Written(forward, layers=layers, **names[kind])
 
 
 @pytest.mark.parametrize("kind", ["first", "all"])
 def test_a_module_under_two_names_is_one(kind: str) -> None:
     once, twice = (
-        subnetact.insert_(disturbed(Twice(kind)), example=X, axes=("ffn",), choices=[0.5, 1.0])
+        subnetact.insert_(disturbed(with_second_names(kind)), example=X, axes=("ffn",), choices=[0.5, 1.0])
         for kind in ("once", kind)
     )
     assert list(once.description.groups) == ["layers.0.ffn", "layers.1.ffn"]

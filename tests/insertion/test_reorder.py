@@ -64,29 +64,21 @@ def convs(keep: bool = False) -> tuple[Any, Supernet]:
     return original, subnetact.insert_(network, space_of("reorder", **choices), elastic)
 
 
-class Fused(nn.Module):
-    """A pre-norm transformer block with fused queries, keys and values, and a fused gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = Written(lambda m, x: x + m.token, token=nn.Parameter(torch.randn(16)))
-        self.embed = nn.Linear(12, 16)
-        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.qkv, self.proj = nn.Linear(16, 36), nn.Linear(12, 16)
-        self.gate_up, self.down = nn.Linear(16, 20), nn.Linear(10, 16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.token(self.embed(x))
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return self.head((x + self.down(F.silu(gate) * up)).mean(1))
+def pre_norm(m: Any, x: Tensor) -> Tensor:
+    x = m.token(m.embed(x))
+    q, k, v = m.qkv(m.norm1(x)).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    x = x + m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    gate, up = m.gate_up(m.norm2(x)).chunk(2, -1)
+    return m.head((x + m.down(F.silu(gate) * up)).mean(1))  # type: ignore[no-any-return]
 
 
 def fused() -> tuple[Any, Supernet]:
+    """Return a transformer block with fused queries, keys and values, and a fused gate."""
     torch.manual_seed(0)
-    network = Fused().eval()
+    token = Written(lambda m, x: x + m.token, token=nn.Parameter(torch.randn(16)))
+    norms = {"norm1": nn.LayerNorm(16), "norm2": nn.LayerNorm(16)}
+    layers = {"embed": (12, 16), "qkv": (16, 36), "proj": (12, 16), "gate_up": (16, 20), "down": (10, 16)}
+    network: Any = Written(pre_norm, token=token, **norms, **layers, head=(16, 3)).eval()
     for norm in (network.norm1, network.norm2):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)

@@ -27,73 +27,45 @@ pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSu
 PLAIN = {"atol": 5e-5, "rtol": 1e-5}
 
 
-class Attention(nn.Module):
-    """Attention with fused queries, keys and values, as in timm: 4 heads of 8 features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(24)
-        self.qkv = nn.Linear(24, 96)
-        self.proj = nn.Linear(32, 24)
-
-    def heads(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.proj(self.heads(x))
+def heads(m: Any, x: Tensor) -> Tensor:
+    """Attend with fused queries, keys and values, as in timm: 4 heads of 8 features."""
+    q, k, v = m.qkv(m.norm(x)).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class Joined(Attention):
-    """The attention, with the input beside its heads in front of the last layer."""
+class OfOne(Written):
+    """A network of one input that has a name, which exports need."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(56, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.proj(torch.cat([self.heads(x), x], -1))
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
 
 
-class Dense(nn.Module):
-    """Three convolutions, of which two are elastic, and what comes behind their concatenation."""
+def attending(beside: bool) -> Any:
+    """Return the attention, with or without the input beside its heads in front of the last layer."""
+    join = lambda m, x: torch.cat([heads(m, x), x], -1) if beside else heads(m, x)  # noqa: E731
+    proj = (56 if beside else 32, 24)
+    torch.manual_seed(0)
+    return OfOne(lambda m, x: x + m.proj(join(m, x)), norm=nn.LayerNorm(24), qkv=(24, 96), proj=proj).eval()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.whole, self.right = (nn.Conv2d(3, n, 3, padding=1) for n in (8, 4, 6))
-        self.bn = nn.BatchNorm2d(18)
-        self.depthwise = nn.Conv2d(18, 36, 3, padding=1, groups=18)
-        self.bn2 = nn.BatchNorm2d(36)
-        self.mix = nn.Conv2d(36, 10, 1)
-        self.head = nn.Linear(10, 5)
-        for norm in (self.bn, self.bn2):
-            nn.init.uniform_(norm.weight, 0.5, 1.5)
-            nn.init.uniform_(norm.bias, -0.5, 0.5)
-            norm.running_mean = torch.randn(norm.num_features)
-            norm.running_var = torch.rand(norm.num_features) + 0.5
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.left(x), self.whole(x), self.right(x)], 1)
-        x = F.relu(self.bn2(self.depthwise(F.relu(self.bn(x)))))
-        return self.head(F.relu(self.mix(x)).mean((2, 3)))
+def behind_a_concatenation(m: Any, x: Tensor) -> Tensor:
+    x = torch.cat([m.left(x), m.whole(x), m.right(x)], 1)
+    return m.head(F.relu(m.mix(F.relu(m.bn2(m.depthwise(F.relu(m.bn(x))))))).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 HEADS = space_of("attention", lambda v: {"features": 8 * v["heads"]}, heads=[1, 2, 3, 4])
 QKV = WeightSlice.on(out=Segments(*[("features", 32)] * 3))
 
 
-def attention() -> tuple[Attention, Supernet]:
-    torch.manual_seed(0)
-    network = Attention().eval()
+def attention() -> tuple[Any, Supernet]:
+    network = attending(False)
     elastic = {"qkv": QKV, "proj": WeightSlice.on(in_="features")}
     return copy.deepcopy(network), subnetact.insert_(network, HEADS, elastic)
 
 
-def joined() -> tuple[Joined, Supernet]:
+def joined() -> tuple[Any, Supernet]:
     """Return a supernet of which no weight of a linear layer is copied."""
-    torch.manual_seed(0)
-    network = Joined().eval()
+    network = attending(True)
     original = copy.deepcopy(network)
     elastic = {"qkv": QKV, "proj": WeightSlice.on(in_=Segments(("features", 32), (None, 24)))}
     supernet = subnetact.insert_(network, HEADS, elastic)
@@ -101,9 +73,17 @@ def joined() -> tuple[Joined, Supernet]:
     return original, supernet
 
 
-def dense() -> tuple[Dense, Supernet]:
+def dense() -> tuple[Any, Supernet]:
+    """Return three convolutions, of which two are elastic, and what comes behind their concatenation."""
     torch.manual_seed(0)
-    network = Dense().eval()
+    sides = zip(("left", "whole", "right"), (8, 4, 6), strict=True)
+    layers: dict[str, Any] = {name: nn.Conv2d(3, n, 3, padding=1) for name, n in sides}
+    layers |= {"bn": nn.BatchNorm2d(18), "depthwise": nn.Conv2d(18, 36, 3, padding=1, groups=18)}
+    layers |= {"bn2": nn.BatchNorm2d(36), "mix": nn.Conv2d(36, 10, 1), "head": (10, 5)}
+    network = OfOne(behind_a_concatenation, **layers).eval()
+    for name, tensor in network.state_dict().items():
+        if name.startswith("bn") and tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5)
     original = copy.deepcopy(network)
     space = space_of(
         "dense",
@@ -128,7 +108,7 @@ def channels(left: int, right: int, each: int = 1) -> list[int]:
     return [*range(left * each), *range(8 * each, 12 * each), *range(12 * each, (12 + right) * each)]
 
 
-def pruned_dense(net: Dense, spec: SubnetSpec, x: Tensor) -> Tensor:
+def pruned_dense(net: Any, spec: SubnetSpec, x: Tensor) -> Tensor:
     left, right = (int(spec[side][0] or 0) for side in ("left", "right"))
 
     def norm(bn: Any, kept: list[int], y: Tensor) -> Tensor:
@@ -144,7 +124,7 @@ def pruned_dense(net: Dense, spec: SubnetSpec, x: Tensor) -> Tensor:
     return net.head(F.relu(y).mean((2, 3)))
 
 
-def zeroed_attention(net: Attention, spec: SubnetSpec, x: Tensor) -> Tensor:
+def zeroed_attention(net: Any, spec: SubnetSpec, x: Tensor) -> Tensor:
     """Return the output of the full network in which the values of the unused heads are zero."""
     net, heads = copy.deepcopy(net), int(spec["heads"][0] or 0)
     with torch.no_grad():

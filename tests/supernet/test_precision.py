@@ -13,7 +13,7 @@ from elastic_networks import one_width
 from small_decoders import small_decoder
 from small_spaces import space_of
 from torch import Tensor, nn
-from written_networks import Written
+from written_networks import Written, seeded
 
 import subnetact
 import subnetact.costs
@@ -85,26 +85,17 @@ def digits() -> Supernet:
     return supernet
 
 
-class Fused(nn.Module):
-    """A fused qkv with one elastic width, an attention module and a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 16)
-        self.qkv = nn.Linear(16, 48)
-        self.proj = nn.Linear(16, 16)
-        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.last = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        q, k, v = self.qkv(x).chunk(3, -1)
-        x = x + self.proj((q @ k.transpose(-2, -1)).softmax(-1) @ v)
-        return self.last(x + self.attention(x, x, x)[0])
+def attend(m: Any, x: Tensor) -> Tensor:
+    x = m.first(x)
+    q, k, v = m.qkv(x).chunk(3, -1)
+    x = x + m.proj((q @ k.mT).softmax(-1) @ v)
+    return m.last(x + m.attention(x, x, x)[0])  # type: ignore[no-any-return]
 
 
 def fused() -> Supernet:
-    torch.manual_seed(0)
+    """Return a fused qkv with one elastic width, an attention module and a classifier."""
+    layers = {"first": (12, 16), "qkv": (16, 48), "proj": (16, 16), "last": (16, 5)}
+    network = seeded(attend, **layers, attention=nn.MultiheadAttention(16, 4, batch_first=True))
     elastic = {
         "qkv": WeightSlice.on(out=Segments(*[("attention", 16)] * 3)),
         "proj": WeightSlice.on(in_="attention"),
@@ -112,7 +103,7 @@ def fused() -> Supernet:
         "attention.out_proj": WeightSlice.on(in_="attention"),
     }
     space = space_of("fused", lambda v: {"attention": 4 * v["heads"]}, heads=[1, 2, 4])
-    return subnetact.insert_(Fused().eval(), space, elastic)
+    return subnetact.insert_(network, space, elastic)
 
 
 def test_a_slice_computes_with_its_own_quantisation() -> None:
