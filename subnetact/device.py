@@ -119,7 +119,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device_name": facts.get("model name") or platform.processor(),
         "processor": " ".join(f"{name} {facts[name]}" for name in names if name in facts),
         "instructions": str(machine_facts(device.type)),
-        "cpus": len(_affinity()),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -140,10 +140,6 @@ def _commit(folder: Path) -> str:
         texts = [one.read_text("direct_url.json") for one in distributions(name="subnetact")]
         sources = [json.loads(text).get("vcs_info", {}) for text in texts if text]
         return next((source["commit_id"] for source in sources if source), "")
-
-
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _processor() -> dict[str, str]:

@@ -66,16 +66,12 @@ class Exchange(Request):
         if ARRIVED in scope:
             self.arrived_ms -= max(0.0, unix_ms() - scope[ARRIVED])
         self.path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        self.id = os.urandom(8).hex()
-        self.sender, self.outcome, self.status, self.counted = "", "", 0, False
-
-    def identify(self) -> None:
-        """Take the ids of the request and its trace from the headers, if they have some."""
-        if REQUEST_ID.fullmatch(given := self.headers.get("x-request-id", "")):
-            self.id = given
+        name = self.headers.get("x-request-id", "")
+        self.id = name if REQUEST_ID.fullmatch(name) else os.urandom(8).hex()
         request_id.set(self.id)
         if trace := TRACE.fullmatch(self.headers.get("traceparent", "")):
             trace_id.set(trace[1])
+        self.sender, self.outcome, self.status, self.counted = "", "", 0, False
 
     def header_values(self, kind: type[Terms]) -> dict[str, str]:
         """Return the fields of `kind` that are given as headers.
@@ -197,7 +193,6 @@ class BaseApp:
         try:
             headers = exchange.headers
             _check_headers(headers, self.limits.header_bytes)
-            exchange.identify()
             self._check_host(headers.get("host", ""))
             sender, open_ = scope.get("client") or [""], exchange.path in self._open
             exchange.sender = self.access.client(headers.get("authorization"), sender[0], open_)
