@@ -48,7 +48,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     room            code  docs  names
     errors           113    53     40
     files            538    89      0
-    device           132    12      8
+    device           130    12      8
     command           89    10      8
     comparison       109    13     11
     spec              86    37      8
@@ -71,10 +71,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     generation      1630   500     13
     export          1022   390      7
     simulate           9     5      2
-    serve           1759   371      7
+    serve           1756   370      7
     cluster          452   116      3
     __main__          17     2      0
-    all            32433  9213    226
+    all            32428  9212    226
 
 The README has a glossary of the words that are used here.
 """
