@@ -29,12 +29,10 @@ class Net(nn.Module):
         self.drop, self.head = nn.Dropout(0.2), nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, 2, H, W) to scores (N, classes)."""
         return self.head(self.drop(torch.relu(self.bn(self.conv(x))).mean((2, 3))))  # type: ignore[no-any-return]
 
 
 def new_supernet() -> Supernet:
-    """Return a supernet of four widths, always the same."""
     torch.manual_seed(0)
     return insert_(Net().eval(), example=torch.randn(2, 2, 5, 5), choices=(0.25, 0.5, 0.75, 1.0))
 

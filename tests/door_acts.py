@@ -9,7 +9,6 @@ import copy
 import importlib
 import inspect
 import io
-import os
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -118,47 +117,11 @@ def save_pretrained(model: Any, door: Door) -> Any:
     return type(door.original).from_pretrained(folder / "saved").eval()
 
 
-def timm_save_for_hub(model: Any, door: Door) -> Any:
-    folder = door.folder()
-    import timm
-
-    timm.models.save_for_hf(model, folder / "hub", model_config={"num_classes": 5})
-    return timm.create_model(f"local-dir:{folder / 'hub'}", pretrained=True).eval()
-
-
-def state_of_a_parent(model: Any, door: Door) -> Any:
-    parent, other = nn.ModuleDict({"part": model}), door.blank(model)
-    nn.ModuleDict({"part": other}).load_state_dict(parent.state_dict())
-    return other
-
-
-def names_of_state_resolve(model: Any, door: Door) -> Any:
-    values = {}
-    for name, tensor in model.state_dict().items():
-        try:
-            values[name] = model.get_parameter(name)
-        except AttributeError:
-            values[name] = model.get_buffer(name)
-        assert torch.equal(values[name], tensor), name
-        model.get_submodule(name.rpartition(".")[0])
-    return values
-
-
 def insert_again(model: Any, door: Door) -> Any:
-    """Make the model elastic, once more if it was cut out of an elastic one."""
     import subnetact
 
     supernet = subnetact.insert_(model, example=door.inputs, axes=("ffn",))
     return supernet.subnet(supernet.space.smallest())
-
-
-def to_empty(model: Any, door: Door) -> Any:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    model.to_empty(device="cpu")
-    for name, tensor in model.named_buffers():  # those that no state_dict has
-        tensor.copy_(buffers[name])
-    model.load_state_dict(state)
 
 
 def assign_training(model: Any, door: Door) -> Any:
@@ -172,23 +135,10 @@ def assign_training(model: Any, door: Door) -> Any:
     return output
 
 
-def requires_grad_of_parameters(model: Any, door: Door) -> Any:
-    """Set the attribute of each parameter, as recipes that freeze layers do."""
-    for parameter in model.parameters():
-        parameter.requires_grad = True
-
-
 def halve_in_place(model: Any, door: Door) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-
-
-def reset_parameters(model: Any, door: Door) -> Any:
-    """Reset all norms, whose values are no random numbers."""
-    for module in body(model).modules():
-        if hasattr(module, "running_mean") and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
 
 
 def assign_data(model: Any, door: Door) -> Any:
@@ -215,20 +165,6 @@ def optimizer_step(model: Any, door: Door) -> Any:
     model.eval()
 
 
-def gradient_hooks(model: Any, door: Door) -> Any:
-    """Let each parameter be trained as soon as its gradient is there."""
-
-    def step(parameter: Any) -> None:
-        with torch.no_grad():
-            parameter.sub_(parameter.grad, alpha=0.1)
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    door.run(model.train()).pow(2).mean().backward()
-    model.eval()
-
-
 def new_head(model: Any, door: Door) -> Any:
     head = nn.Linear(head_of(model, door).in_features, 3)
     nn.init.constant_(head.weight, 0.1), nn.init.constant_(head.bias, 0.2)
@@ -237,38 +173,10 @@ def new_head(model: Any, door: Door) -> Any:
         door.supernet(door.inputs, subnet=door.small)
 
 
-def scaled_layer(model: Any, door: Door) -> Any:
-    """Put a layer of one's own into the place of a block."""
-    parent, _, name = door.kind.inner.rpartition(".")
-    inner = body(model).get_submodule(door.kind.inner)
-    setattr(body(model).get_submodule(parent), name, nn.Sequential(inner, nn.Tanh()))
-
-
 def swap_class(model: Any, door: Door) -> Any:
     """Give a layer another class in place, as sharding and quantising do."""
     head = head_of(model, door)
     head.__class__ = type("Louder", (Louder, type(head)), {})
-
-
-def exchange_tensors(model: Any, door: Door) -> Any:
-    """Exchange a parameter with another tensor beneath its name."""
-    weight = head_of(model, door).weight
-    other = nn.Parameter(torch.full_like(weight, 0.1), requires_grad=weight.requires_grad)
-    torch.utils.swap_tensors(weight, other)
-
-
-def remove_last_layer(model: Any, door: Door) -> Any:
-    """Leave out the last layer that the model has."""
-    layers = model.model.layers
-    last = max(i for i, layer in enumerate(layers) if list(layer.parameters()))
-    del layers[last:]
-    model.config.num_hidden_layers = last
-
-
-def set_input_size(model: Any, door: Door) -> Any:
-    model.set_input_size(img_size=48)
-    with torch.no_grad():
-        return compute(model, torch.ones(1, 3, 48, 48))
 
 
 def assign_weight(model: Any, door: Door) -> Any:
@@ -289,11 +197,6 @@ def wrap_forward(model: Any, door: Door) -> Any:
     head.forward = lambda x: plain(x) * 2
     if isinstance(model, Supernet):
         model.refresh()  # as it says: plain attributes are not noticed
-
-
-def fuse_conv_bn(model: Any, door: Door) -> Any:
-    fused = nn.utils.fusion.fuse_conv_bn_eval(body(model).layer2[0].conv1, body(model).layer2[0].bn1)
-    body(model).layer2[0].conv1, body(model).layer2[0].bn1 = fused, nn.Identity()
 
 
 def low_rank_adapters(model: Any, door: Door) -> Any:
@@ -317,7 +220,6 @@ def fully_shard(model: Any, door: Door) -> Any:
 
 
 def change_epsilon(model: Any, door: Door) -> Any:
-    """Change a setting of all norms."""
     for module in body(model).modules():
         if hasattr(module, "eps"):
             module.eps = 1.0
@@ -333,11 +235,6 @@ def delete_module(model: Any, door: Door) -> Any:
 def plain_attribute(model: Any, door: Door) -> Any:
     body(model).note = [1]
     return body(model).note
-
-
-def set_feature_info(model: Any, door: Door) -> Any:
-    model.feature_info[0]["num_chs"] = 99
-    model.pretrained_cfg["mean"] = 7
 
 
 def set_configuration(model: Any, door: Door) -> Any:
@@ -374,34 +271,6 @@ def call_by_name(model: Any, door: Door) -> Any:
     return [output.logits, output.hidden_states[0], output.hidden_states[-1]]  # Skipped layers repeat others.
 
 
-def forward_in_a_child(model: Any, door: Door) -> Any:
-    """Fork, and let the child run the model."""
-    with torch.no_grad():
-        here, (read, write) = door.run(model), os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.write(write, b"same" if torch.equal(door.run(model), here) else b"other")
-            finally:
-                os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    return os.read(read, 9)
-
-
-def same_dropout(model: Any, door: Door) -> Any:
-    for module in body(model).modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.3
-    model.train()
-    outputs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outputs.append(door.run(model).detach())
-    model.eval()
-    return outputs
-
-
 def distributed_data_parallel(model: Any, door: Door) -> Any:
     wrapped = nn.parallel.DistributedDataParallel(model.train())
     door.run(wrapped).pow(2).mean().backward()
@@ -409,17 +278,6 @@ def distributed_data_parallel(model: Any, door: Door) -> Any:
     model.zero_grad()
     model.eval()
     return gradient
-
-
-def prepare_at_lower_precision(model: Any, door: Door) -> Any:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with torch.no_grad():
-        return door.run(prepared)
 
 
 def functional_call_meanwhile(model: Any, door: Door) -> Any:
@@ -437,19 +295,6 @@ def functional_call_meanwhile(model: Any, door: Door) -> Any:
     return seen
 
 
-def ensemble(model: Any, door: Door) -> Any:
-    """Run two models at once by vmap over functional calls."""
-    name = f"{door.kind.head}.weight"
-    weight = model.state_dict()[name]
-
-    def run(weight: Any) -> Any:
-        output = torch.func.functional_call(model, {name: weight}, (door.inputs,))
-        return getattr(output, "logits", output)
-
-    with torch.no_grad():
-        return torch.vmap(run)(torch.stack([weight, weight * 0.5]))
-
-
 def number_of_features(model: Any, door: Door) -> Any:
     with torch.no_grad():
         features = model.forward_features(door.inputs)
@@ -465,16 +310,7 @@ def feature_information(model: Any, door: Door) -> Any:
     ]
 
 
-def count_flops(model: Any, door: Door) -> Any:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        door.run(model)
-    return counter.get_total_flops()
-
-
 def hook_of_a_layer(model: Any, door: Door) -> Any:
-    """Look at the inputs and outputs of a layer that is elastic."""
     seen: list[Any] = []
     layer = body(model).get_submodule(door.kind.linear)
     handles = [
@@ -488,12 +324,6 @@ def hook_of_a_layer(model: Any, door: Door) -> Any:
     return seen
 
 
-def changing_hook(model: Any, door: Door) -> Any:
-    """Let a hook change the output of a module, and leave it there."""
-    layer = body(model).get_submodule(door.kind.inner)
-    layer.register_forward_hook(lambda m, x, y: y * 2)
-
-
 def backward_hook(model: Any, door: Door) -> Any:
     seen: list[Any] = []
     layer = body(model).get_submodule(door.kind.linear)
@@ -501,15 +331,6 @@ def backward_hook(model: Any, door: Door) -> Any:
     x = door.inputs.clone().requires_grad_()
     compute(model, x).pow(2).sum().backward()
     return seen
-
-
-def onnx(model: Any, door: Door) -> Any:
-    import onnxruntime
-
-    path = door.folder() / "model.onnx"
-    torch.onnx.export(model, (door.inputs,), path, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: door.inputs.numpy()})[0])
 
 
 def compiled(model: Any, door: Door) -> Any:
@@ -568,17 +389,6 @@ def replace_tensors(model: Any, door: Door) -> Any:
         set_module_tensor_to_device(model, name, "cpu", value=tensor * 0.5)
 
 
-def counting_hook(register: Callable[[Any], Any], model: Any, door: Door) -> int:
-    """Return how many linear layers and convolutions, and roots, a hook has seen in a run."""
-    seen: list[Any] = []
-    handle = register(lambda m, *_: seen.append(m))
-    try:
-        door.run(model)
-    finally:
-        handle.remove()
-    return sum(m is model or isinstance(m, nn.Linear | nn.Conv2d) for m in seen)
-
-
 ACTS: dict[str, Callable[[Any, Door], Any]] = {
     "state_dict_elsewhere": lambda m, d: filled(d, m, m.state_dict()),
     "save_and_load_weights": lambda m, d: filled(d, m, torch.load(_saved(m.state_dict()), weights_only=True)),
@@ -633,8 +443,6 @@ ACTS: dict[str, Callable[[Any, Door], Any]] = {
     "set_attention": lambda m, d: (m.set_attn_implementation("eager"), m.config._attn_implementation)[1],
     "quantize_dynamic": lambda m, d: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}),
     "functional_call": lambda m, d: [torch.func.functional_call(m, halved(m), (d.inputs,), {}), d.run(m)],
-    "hook_of_the_root": lambda m, d: counting_hook(m.register_forward_hook, m, d),
-    "global_hook": lambda m, d: counting_hook(nn.modules.module.register_module_forward_hook, m, d),
     "feature_extractor": lambda m, d: create_feature_extractor(m, {"layer2": "a", "layer4": "b"})(d.inputs),
     "script_trace": lambda m, d: torch.jit.trace(m, (d.inputs,)),
     "script": lambda m, d: torch.jit.script(m),
@@ -670,8 +478,6 @@ CHANGES: dict[str, Callable[[Any, Door], Any]] = {
 
 
 def act_of(name: str) -> Callable[[Any, Door], Any]:
-    """Return an act by its name."""
-
     def change(model: Any, door: Door) -> None:
         CHANGES[name](model, door)
 

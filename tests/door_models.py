@@ -99,14 +99,12 @@ class Door:
         self.small, self.large, self.middle = self.specs = supernet.space.sample(0, 3)
 
     def folder(self) -> Path:
-        """Return a new folder."""
         folder = self._folder / str(next(self._folders))
         folder.mkdir()
         return folder
 
     @cached_property
     def engine(self) -> Engine:
-        """An engine of the small and the large subnet."""
         return Engine(self.supernet, [self.small, self.large], example=self.inputs[:1], check=False)
 
     def cut(self, full: nn.Module, spec: SubnetSpec | None = None) -> nn.Module:
@@ -172,11 +170,9 @@ class Door:
         return blank
 
     def inputs_of(self, module: nn.Module) -> Tensor:
-        """Return the inputs in the dtype of a model."""
         return in_dtype_of(module, self.inputs)
 
     def run(self, module: Any) -> Any:
-        """Return what a model, or an engine for its small subnet, computes."""
         return compute(module, self.inputs, **({"subnet": 0} if isinstance(module, Engine) else {}))
 
     def ordinary(self, column: str) -> nn.Module:
@@ -184,7 +180,6 @@ class Door:
         return copy.deepcopy(self.original) if column == "supernet" else self.cut(self.original)
 
     def subject(self, column: str) -> Any:
-        """Return what an act is done to."""
         if column == "supernet":
             for spec in self.specs:  # views that are cached before the act
                 self.supernet.subnet(spec)
@@ -194,12 +189,10 @@ class Door:
         return self.supernet.subnet(self.small) if column == "view" else self.supernet.extract(self.small)
 
     def outputs(self) -> dict[str, Any]:
-        """Return what all subnets compute."""
         with torch.no_grad():
             return {str(spec): compute(self.supernet, self.inputs, subnet=spec) for spec in self.specs}
 
     def served(self) -> list[Any]:
-        """Return what the engine computes, for the small and the large subnet."""
         return [compute(self.engine, self.inputs, subnet=i) for i in (0, 1)]
 
     def answers(self) -> dict[str, Any]:
@@ -217,7 +210,6 @@ class Door:
 
 
 def is_full(module: nn.Module, original: nn.Module) -> bool:
-    """Tell whether a model has as many weights as the original one."""
     return sum(p.numel() for p in module.parameters()) == sum(p.numel() for p in original.parameters())
 
 
@@ -227,7 +219,6 @@ def body(module: nn.Module) -> nn.Module:
 
 
 def in_dtype_of(module: nn.Module, inputs: Tensor) -> Tensor:
-    """Return inputs in the dtype of a model, unless they are whole numbers."""
     dtypes = (t.dtype for t in itertools.chain(module.parameters(), module.buffers()))
     floating = (dtype for dtype in dtypes if dtype.is_floating_point)
     return inputs.to(next(floating, inputs.dtype)) if inputs.is_floating_point() else inputs

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import nn
 
-from subnetact import Axis, SubnetNorm, SubnetSpace, Supernet, WeightSlice, insert_
+from subnetact import Axis, Engine, SubnetNorm, SubnetSpace, SubnetSpec, Supernet, WeightSlice, insert_
 
-__all__ = ["PARTS", "in_threads", "one_width", "width_space"]
+__all__ = [
+    "BATCHES",
+    "PARTS",
+    "in_threads",
+    "one_width",
+    "plain_engine",
+    "pretrained",
+    "supernet_of",
+    "width_space",
+]
 
 PARTS: dict[str, Any] = {
     "out": WeightSlice.on(out="w"),
@@ -22,7 +32,6 @@ PARTS: dict[str, Any] = {
 
 
 def width_space(widths: Iterable[int] = (4, 8), name: str = "own") -> SubnetSpace:
-    """Return a space of one width, the axis and the dimension `w`."""
     return SubnetSpace(name, [Axis.uniform("w", ["all"], tuple(widths))], _one_size)
 
 
@@ -36,6 +45,27 @@ def one_width(
     """Return the supernet of a network, in evaluation mode, whose modules are parts of `PARTS` or others."""
     elastic = {path: PARTS[part] if isinstance(part, str) else part for path, part in parts.items()}
     return insert_(network.eval(), width_space(widths, name), elastic)
+
+
+def plain_engine(supernet: Supernet, specs: Sequence[SubnetSpec], example: Any) -> Engine:
+    """Return an engine whose subnets run as views, with BatchNorm statistics of their own or without."""
+    return Engine(supernet, specs, example=example, memory_budget_mb=0, allow_uncalibrated=True, check=False)
+
+
+BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def pretrained(seed: int = 0) -> nn.Module:
+    """Return a small network with BatchNorm statistics of its own."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    nn.init.normal_(network[1].running_mean)
+    nn.init.uniform_(network[1].running_var, 0.5, 2)
+    return network.eval()
+
+
+def supernet_of(network: nn.Module) -> Supernet:
+    return one_width(network, {"0": "out", "1": "norm", "3": "in"})
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:

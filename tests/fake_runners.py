@@ -39,11 +39,9 @@ class Echo:
             raise InvalidRequest("input: not finite")
 
     def enter_worker(self, threads: int | None) -> None:
-        """Note the number of threads."""
         self.threads.append(threads)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Any:
-        """Return one output per input."""
         self.entered.release()
         assert self.gate.wait(60)
         self.ran.append((subnet, list(inputs), batch_size))
@@ -65,11 +63,9 @@ class Timed(Echo):
         self.now, self.factor = 0.0, factor
 
     def clock_ms(self) -> float:
-        """Return the time."""
         return self.now
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Any:
-        """Return one output per input once the time has passed."""
         outputs = super().run(subnet, inputs, batch_size)
         self.now += self.factor * float(self.table.latency_ms[subnet, self.table.pad_index[batch_size]])
         return outputs
@@ -104,13 +100,11 @@ class Sleeping(Echo):
         self.finished: list[Ran] = []
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Any:
-        """Run a batch as a whole."""
         run = self.start(subnet, inputs, batch_size)
         run.step(self.blocks)
         return run.outputs()
 
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> _SleepingRun:
-        """Return a batch that runs block by block."""
         return _SleepingRun(self, subnet, list(inputs), batch_size)
 
 
@@ -146,5 +140,4 @@ class NeverDecides:
 
 
 def batcher_threads() -> set[threading.Thread]:
-    """Return the threads of batchers that live."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("subnetact-batcher")}

@@ -18,7 +18,6 @@ class Clock:
         self.now_ms = 1000.0
 
     def __call__(self) -> float:
-        """Return the time."""
         return self.now_ms
 
 
@@ -31,7 +30,6 @@ class Gate:
         monkeypatch.setattr(generator._loop._decoder, "forward", self)
 
     def __call__(self, **arguments: Any) -> Any:
-        """Compute a step when it may."""
         with self.changed:
             self.entered += 1
             self.changed.notify_all()
@@ -39,7 +37,6 @@ class Gate:
         return self.forward(**arguments)
 
     def wait(self, steps: int = 1) -> None:
-        """Wait until a number of steps have begun."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.entered >= steps, 60)
 

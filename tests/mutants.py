@@ -46,7 +46,6 @@ OTHER: dict[type[ast.AST], type[Any]] = {a: b for pair in PAIRS for a, b in (pai
 
 
 def places(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the expressions of functions that can be changed."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -98,7 +97,6 @@ def killed(copy: Path, tests: str, limit_s: float) -> bool:
 
 
 def main() -> None:
-    """Run the mutants and print which survive."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--per-room", type=int, default=6, help="places of each room")
     parser.add_argument("--seed", type=int, default=0)

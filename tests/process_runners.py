@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["TABLE", "CommandRunner", "TellingRunner", "command", "crash"]
+__all__ = ["TABLE", "CommandRunner", "TellingRunner", "command", "crash", "shared_memory_of"]
 
 TABLE = LatencyTable(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
 KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable", "unprintable")
@@ -48,7 +48,6 @@ def command(kind: str, value: float = 0.0) -> Array:
 
 
 def crash() -> None:
-    """Crash in native code."""
     ctypes.string_at(0)
 
 
@@ -127,3 +126,13 @@ class TellingRunner:
         inside = sum(any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in addresses)
         state = self.engine.is_fused(subnet), subnet in self.engine.pinned
         return [(output, np.array([inside, len(addresses), *state])) for output in outputs]
+
+
+def shared_memory_of(processes: Iterable[int]) -> set[Path]:
+    """Return the files in `/dev/shm` that processes have mapped or open, whether they have a name still."""
+    found: set[str] = set()
+    for pid in processes:
+        here = Path("/proc") / str(pid)
+        found.update(line.split(maxsplit=5)[-1] for line in (here / "maps").read_text().splitlines())
+        found.update(os.readlink(link) for link in (here / "fd").iterdir() if link.is_symlink())
+    return {Path(name.removesuffix(" (deleted)")) for name in found if name.startswith("/dev/shm/")}

@@ -49,7 +49,6 @@ def room_lines() -> dict[str, int]:
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of the packages, by its dotted name."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in PACKAGES
@@ -59,7 +58,6 @@ def modules() -> dict[str, Path]:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return all nodes of a file, its module first."""
     return list(ast.walk(ast.parse(path.read_text())))
 
 
@@ -99,7 +97,6 @@ def arrows() -> dict[str, set[str]]:
 
 
 def room_of(module: str) -> str:
-    """Return the room of the map that a module is in."""
     package, *rest = module.split(".")
     return "ofa_adapters" if package == "ofa_adapters" else rest[0]
 
@@ -173,12 +170,10 @@ def sizes() -> dict[str, Size]:
 
 
 def is_all(node: ast.Assign) -> bool:
-    """Tell whether a statement assigns `__all__`."""
     return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
 
 
 def docstring_lines(node: ast.AST) -> range:
-    """Return the numbers of the lines of a node's docstring."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return range(0)
     if ast.get_docstring(node, clean=False) is None:
@@ -187,21 +182,18 @@ def docstring_lines(node: ast.AST) -> range:
 
 
 def size_table() -> list[str]:
-    """Return the lines of the table of sizes."""
     rows = [("room", "code", "docs", "names"), *((room, *map(str, size)) for room, size in sizes().items())]
     rows.append(("all", *(str(sum(column)) for column in zip(*sizes().values(), strict=True))))
     return [f"{room:<14}{code:>6}{docs:>6}{names:>7}" for room, code, docs, names in rows]
 
 
 def written_sizes() -> dict[str, Size]:
-    """Return the sizes in the docstring of the package."""
     docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
     rows = re.findall(r"^ {4}(\w+) +(\d+) +(\d+) +(\d+)$", docstring, re.MULTILINE)
     return {room: Size(*map(int, numbers)) for room, *numbers in rows}
 
 
 def write_sizes() -> None:
-    """Bring the table in the docstring of the package up to date."""
     path = ROOT / "subnetact" / "__init__.py"
     table = "".join(f"    {line}\n" for line in size_table())
     path.write_text(re.sub(r"(?<=\n)    room +code.*\n(?:    \w+ [ \d]+\n)*", table, path.read_text()))

@@ -15,14 +15,7 @@ __all__ = ["Scheduled"]
 
 
 class Scheduled:
-    """Calls a scheduler at the present time of a clock, and keeps who ended how.
-
-    Attributes:
-        scheduler: the scheduler.
-        now: the time, in ms.
-        met: how many requests were answered in time.
-        accuracies: the accuracies of the answers in time.
-    """
+    """Calls a scheduler at the present time of a clock, in ms, and keeps who ended how."""
 
     def __init__(
         self,
@@ -40,15 +33,11 @@ class Scheduled:
         several = tables if isinstance(tables, list) else [tables]
         clock = lambda: self.now  # noqa: E731
         self.learner = Learner(several, self.scheduler.dispatcher, Lock(), clock, learn)
-        self.met = 0
-        self.accuracies: list[float] = []
         self._shape_of = shape_of
-        self._accuracy = several[-1].known_accuracy()
 
     def admit(
         self, x: Any, deadline_ms: float, floor: float = 0.0, priority: int = 0, client: str = ""
     ) -> Request:
-        """Submit a request, if there is room for it."""
         self.scheduler.make_room(client)
         request = Request(Ask(deadline_ms, floor, priority, client), self.now, x)
         if self._shape_of is not None:
@@ -68,22 +57,15 @@ class Scheduled:
         """End the part of a job, and return the inputs that are answered."""
         if not job.abandoned:
             self.learner.observe(job, self.now - job.started_ms - job.paused_ms)
-        answered = self.scheduler.finished(job, self.now)
-        in_time = sum(request.deadline_ms >= self.now for request in answered)
-        self.met += in_time
-        self.accuracies += [self._accuracy[job.subnet]] * in_time
-        return [request.x for request in answered]
+        return [request.x for request in self.scheduler.finished(job, self.now)]
 
     def failed(self, job: Job, error: Exception) -> None:
-        """Let the part of a job raise."""
         self.scheduler.failed(job, error, self.now)
 
     def lose(self, worker: int, error: BaseException | None = None) -> None:
-        """Let a worker die."""
         self.scheduler.lost(worker, SystemExit() if error is None else error, self.now)
 
     def start(self, worker: int) -> None:
-        """Let a worker take jobs (again)."""
         self.scheduler.workers.started(worker, self.now)
 
     def tick(self) -> list[int]:

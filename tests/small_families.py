@@ -59,7 +59,6 @@ WITHOUT_GOLDEN: dict[str, dict[str, Any]] = {
 
 
 def small_constructor(family: str) -> dict[str, Any]:
-    """Return the constructor arguments of a small network."""
     if family in WITHOUT_GOLDEN:
         return WITHOUT_GOLDEN[family]
     facts: dict[str, Any] = json.loads((GOLDEN / family / "cases.json").read_text())
@@ -67,13 +66,11 @@ def small_constructor(family: str) -> dict[str, Any]:
 
 
 def golden_state(family: str) -> dict[str, Tensor]:
-    """Return the golden weights under upstream's names."""
     return load_file(GOLDEN / family / "state_dict.safetensors")
 
 
 @cache
 def golden_fingerprint(family: str) -> str:
-    """Return the fingerprint of the supernet with golden weights."""
     return small_supernet(family).fingerprint()
 
 

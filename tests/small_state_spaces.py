@@ -49,7 +49,6 @@ def small_nemotron(**settings: Any) -> Any:
 
 
 def small_mamba(**settings: Any) -> Any:
-    """Return a Mamba2ForCausalLM."""
     import transformers
 
     return filled(transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**{**MAMBA, **settings})))
@@ -110,7 +109,6 @@ def rows_of(name: str, mixer: Any, kept: int) -> list[int] | None:
 
 
 def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
-    """Return the logits of a network without a cache."""
     with torch.no_grad():
         found: Tensor = model(tokens, use_cache=False).logits
     return found

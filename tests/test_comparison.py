@@ -54,8 +54,6 @@ def test_outputs_at_low_precision_and_complex_numbers_are_compared_as_they_are()
 
 
 class Holder:
-    """An object that holds something under a name."""
-
     def __init__(self, **held: Any) -> None:
         vars(self).update(held)
 

@@ -58,7 +58,6 @@ def public_callables() -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def takes(function: Any) -> list[str]:
-    """Return the names of the parameters that a caller gives."""
     names = inspect.signature(function).parameters
     return [name for name in names if name not in ("self", "cls", "args", "kwargs")]
 
@@ -115,7 +114,6 @@ def test_every_option_of_a_command_exists() -> None:
 
 
 def unknown_options(where: str, rest: str, files: Iterable[Path]) -> list[str]:
-    """Return the options in the rest of a command line that no file has."""
     sources = "".join(path.read_text() for path in files)
     options = set(re.findall(r"(?<= )--[a-z][\w-]*", rest)) - {"--help"}
     return [f"{where} has no {option}" for option in options if f'"{option}"' not in sources]
@@ -124,7 +122,9 @@ def unknown_options(where: str, rest: str, files: Iterable[Path]) -> list[str]:
 def test_every_link_of_a_page_leads_somewhere() -> None:
     """Pages of the folders below are made while Sphinx builds, of the files that are named here."""
     made = {"gallery": ROOT / "examples", "results": ROOT / "benchmarks" / "results"}
-    for page, text in PAGES.items():
+    others = [ROOT / "README.md", *made["results"].glob("*.md")]
+    texts = PAGES | {os.path.relpath(path, ROOT / "docs"): path.read_text() for path in others}
+    for page, text in texts.items():
         folder = (ROOT / "docs" / page).parent
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
             path = Path(os.path.normpath(folder / target))
@@ -149,7 +149,6 @@ def test_every_public_package_has_a_page_in_the_reference() -> None:
 
 
 def cells(page: str, heading: str) -> list[list[str]]:
-    """Return the rows of the table below a heading of a page."""
     section = PAGES[page].split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)[2:]
     return [[cell.strip() for cell in row.split("|")] for row in rows]

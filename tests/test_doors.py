@@ -62,8 +62,6 @@ FOREIGN = or_refused(
 )
 """Torch refuses the strides of a view, or that it is frozen."""
 PARTLY = or_refused(SubnetActError, "only=|as_pretrained")
-UNSWAPPED = or_refused(RuntimeError, "swap")
-SIZES_DIFFER = refused(RuntimeError, "size mismatch")
 NEEDS_SANDWICH = refused(TrainingError, r"SandwichTraining.*supernet\.network")
 INSERT_AGAIN = or_refused(SubnetActError, r"remove\(\)|insert_|subnet\(spec\)", late=True)
 
@@ -105,13 +103,9 @@ TABLE = [
     row("safetensors_load_model", "tied", SAME, SHARES, SAME, FOLLOWS),
     row("save_pretrained", "llama", SAME, PARTLY, PARTLY),
     row("save_pretrained", "tied", SAME, PARTLY, PARTLY),
-    row("timm_save_for_hub", "resnet", NOT, SIZES_DIFFER, SIZES_DIFFER),
     row("distributed_state_dict", "llama", SAME, SAME, SAME),
-    row("state_of_a_parent", "llama", SAME, SAME, SAME),
     row("load_a_part", "llama", SAME, SHARES, SAME, FOLLOWS),
     row("load_through_a_parent", "llama", SAME, SHARES, SAME, FOLLOWS),
-    row("names_of_state_resolve", "llama", SAME, SAME, SAME),
-    row("names_of_state_resolve", "vit", SAME, SAME, SAME),
     row("state_with_gradients", "llama", SAME, SAME, SAME),
     row("to_numpy", "llama", SAME, SAME, SAME),
     row("share_memory", "llama", SAME, SAME, SAME, FOLLOWS),
@@ -126,26 +120,22 @@ TABLE = [
     row("double_by_swapping", "llama", or_refused(RuntimeError, "swap"), SHARES, SAME),
     row("double_by_overwriting", "llama", SAME, SHARES, SAME, FOLLOWS),
     row("to_meta", "llama", SAME, SHARES, SAME, after=False),
-    row("to_empty", "llama", SAME, SHARES, SAME, FOLLOWS),
     row("double_of_a_parent", "llama", SAME, SHARES, SAME, FOLLOWS),
     row("train_mode", "resnet", SAME, SHARES, SAME),
     row("assign_training", "resnet", NOT, OR_SHARES, SAME),
     row("eval_mode", "llama", SAME, SAME, SAME, FOLLOWS),
     row("requires_grad_on", "llama", SAME, SHARES, SAME),
     row("requires_grad_off", "llama", SAME, SAME, SAME, FOLLOWS),
-    row("requires_grad_of_parameters", "llama", SAME, OR_SHARES, SAME),
     row("zero_grad", "llama", SAME, SAME, SAME, FOLLOWS),
     # values
     row("halve_in_place", "llama", SAME, WRITES, SAME, FOLLOWS),
     row("halve_in_place", "resnet", SAME, WRITES, SAME, FOLLOWS),
     row("initialise_one", "llama", SAME, WRITES, SAME, FOLLOWS),
-    row("reset_parameters", "resnet", NOT, OR_SHARES, SAME),
     row("assign_data", "llama", SAME, NOT, SAME, FOLLOWS),
     row("write_by_numpy", "llama", SAME, WRITES, SAME, FOLLOWS),
     row("optimizer_step", "llama", SAME, SHARES, SAME, FOLLOWS),
     row("optimizer_step", "tied", SAME, SHARES, SAME, FOLLOWS),
     row("optimizer_step", "vit", SAME, SHARES, SAME, FOLLOWS),
-    row("gradient_hooks", "llama", SAME, FOREIGN, SAME, FOLLOWS),
     row("replace_tensors", "llama", SAME, OR_SHARES, SAME, FOLLOWS, needs="accelerate"),
     row("trainer_step", "llama", NEEDS_SANDWICH, SHARES, SAME, needs="accelerate"),
     row("trainer_step", "tied", NEEDS_SANDWICH, SHARES, SAME, needs="accelerate"),
@@ -154,7 +144,6 @@ TABLE = [
     row("new_head", "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row("new_head", "vit", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row("new_head_on_itself", "resnet", or_refused(SubnetActError, "network"), OR_SHARES, SAME, cut=False),
-    row("scaled_layer", "resnet", SAME, OR_SHARES, SAME, cut=False),
     row("write_modules", "resnet", SAME, OR_SHARES, SAME, cut=False),
     row("swap_class", "llama", NOT, OR_SHARES, SAME),
     row("delete_module", "llama", SAME, OR_SHARES, SAME, after=False),
@@ -169,9 +158,6 @@ TABLE = [
     row("wrap_forward", "llama", INSERT_AGAIN, OR_SHARES, SAME),
     row("resize_token_embeddings", "llama", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
     row("resize_token_embeddings", "tied", INSERT_AGAIN, OR_SHARES, SAME, FOLLOWS),
-    row("exchange_tensors", "vit", UNSWAPPED, UNSWAPPED, SAME),
-    row("remove_last_layer", "llama", NOT, NOT, SAME),
-    row("set_input_size", "vit", NOT, OR_SHARES, SAME, after=False),
     row("tie_weights", "tied", SAME, OR_SHARES, SAME, FOLLOWS),
     row("prune_and_remove", "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row("prune_global", "resnet", INSERT_AGAIN, FOREIGN, SAME, cut=False),
@@ -179,7 +165,6 @@ TABLE = [
     row("old_weight_norm", "llama", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
     row("quantize_dynamic", "llama", NOT, NOT, SAME),
     row("convert_sync_batchnorm", "resnet", INSERT_AGAIN, OR_SHARES, SAME, cut=False),
-    row("fuse_conv_bn", "resnet", NOT, OR_SHARES, SAME, cut=False),
     row("offload", "llama", NOT, OR_SHARES, SAME, needs="accelerate"),
     row("low_rank_adapters", "llama", SAME, OR_SHARES, SAME, FOLLOWS, cut=False, needs="peft"),
     row("fully_shard", "llama", SAME, FOREIGN, SAME, after=False),
@@ -187,7 +172,6 @@ TABLE = [
     row("change_epsilon", "vit", SAME, OR_SHARES, SAME),
     row("set_attention", "llama", NOT, OR_SHARES, SAME),
     row("set_configuration", "llama", NOT, SAME, SAME),
-    row("set_feature_info", "resnet", NOT, SAME, SAME),
     row("wrap_for_checkpointing", "llama", SAME, OR_SHARES, SAME, cut=False),
     row("set_checkpointing", "llama", SAME, NOT, SAME, FOLLOWS),
     row("set_checkpointing", "vit", SAME, NOT, SAME, FOLLOWS),
@@ -199,17 +183,13 @@ TABLE = [
     row("autocast", "llama", SAME, SAME, SAME, SAME, tolerance=0.1),
     row("autocast", "resnet", SAME, SAME, SAME, SAME, tolerance=0.1),
     row("inference_mode", "resnet", SAME, SAME, SAME, SAME),
-    row("forward_in_a_child", "llama", SAME, SAME, SAME, SAME),
     row("two_threads", "vit", SAME, SAME, SAME, SAME),
-    row("same_dropout", "llama", SAME, NOT, SAME),
     row("distributed_data_parallel", "llama", SAME, SHARES, SAME),
-    row("prepare_at_lower_precision", "llama", SAME, OR_SHARES, SAME, tolerance=0.1, needs="accelerate"),
     row("generate", "llama", SAME, SAME, SAME),
     row("generate_by_a_draft", "llama", SAME, SAME, SAME),
     row("functional_call", "resnet", NOT, SAME, SAME),  # statistics of a supernet are those of the row
     row("functional_call", "vit", SAME, SAME, SAME),
     row("functional_call_meanwhile", "llama", NOT, OR_SHARES, SAME),
-    row("ensemble", "vit", SAME, SAME, SAME),
     # what a model says of itself
     row("count_parameters", "llama", SAME, SAME, SAME),
     row("memory_footprint", "llama", OR_OF_A_SUBNET, SAME, SAME),
@@ -221,21 +201,16 @@ TABLE = [
     row("feature_information", "resnet", NOT, SAME, SAME),
     row("configuration_of_sizes", "llama", SAME, SAME, SAME),
     row("weight_decay_names", "vit", SAME, SAME, SAME),
-    row("count_flops", "vit", SAME, SAME, SAME),
     # hooks
     row("hook_of_a_layer", "llama", SAME, SAME, SAME),
     row("hook_of_a_layer", "resnet", SAME, SAME, SAME),
-    row("hook_of_the_root", "vit", SAME, SAME, SAME),
-    row("changing_hook", "resnet", SAME, NOT, SAME, cut=False),  # those of a view are for all who have it
     row("backward_hook", "resnet", SAME, SAME, SAME),
-    row("global_hook", "resnet", SAME, SAME, SAME),
     # graphs and exports
     row("symbolic_trace", "resnet", or_refused(SubnetActError, "SubnetSpec"), SAME, SAME),
     row("feature_extractor", "resnet", NOT, OR_SHARES, SAME),
     row("script_trace", "resnet", NOT, SAME, SAME),
     row("script", "resnet", NOT, NOT, SAME),
     row("export", "vit", NOT, SAME, SAME),
-    row("onnx", "resnet", NOT, SAME, NOT, needs="onnxscript"),
     row("compiled_in_place", "vit", SAME, SAME, NOT),
     row("compiled", "vit", SAME, SAME, SAME),
 ]
@@ -244,7 +219,6 @@ COLUMNS = ("supernet", "view", "extract", "engine")
 
 
 def cells() -> Iterator[Any]:
-    """Yield every cell that is meant, with its name."""
     for each in TABLE:
         for column, outcome in zip(COLUMNS, each.cells, strict=True):
             if outcome is not None:
@@ -314,7 +288,6 @@ def require_same(each: Row, column: str, outcome: Outcome, door: Door) -> None:
 
 @contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """Let this process be a group of its own."""
     import torch.distributed as distributed
 
     address = f"file://{folder / 'group'}"

@@ -45,32 +45,12 @@ from subnetact.errors import (
 from subnetact.export import load_exported, to_onnx, to_torchscript, to_triton
 from subnetact.latency.table import LatencyTable
 from subnetact.operators import LayerNormSlice, SubnetNorm, WeightSlice
-from subnetact.serving.scheduling.dispatch import Dispatcher
-from subnetact.serving.scheduling.fair_shares import FairShares
-from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.training import sandwich_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 IMAGE, BATCH = torch.zeros(1, 16, 16), torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 TABLE = LatencyTable(["a", "b"], [60.0, 70.0], (1, 2), np.array([[2.0, 3.0], [4.0, 6.0]]))
 NAN, HUGE = float("nan"), 10**400
-
-
-class Echo:
-    """A runner that gives inputs back, and whose inputs have any shape that a test wants."""
-
-    keys = TABLE.subnets
-    samples = (1, 2)
-    shape: Any = 0
-
-    def check(self, x: Any) -> None:
-        """Accept everything."""
-
-    def shape_of(self, x: Any) -> Any:
-        return self.shape if x == "wrong" else 0
-
-    def run(self, subnet: int, inputs: list[Any], batch_size: int) -> list[Any]:
-        return list(inputs)
 
 
 class Given:
@@ -210,18 +190,6 @@ def refusals(g: Given) -> Iterator[Row]:
     sorts += [of(sort, batches=wrong) for wrong in (5, [5], [(1,)])]
     complex_numbers = of(sort, importance=lambda group: torch.zeros(group.units, dtype=torch.complex64))
     yield SpecError, ".", [*sorts, complex_numbers]
-    # batchers
-    batcher = of(Batcher, Echo(), policy=SlackFit(TABLE, slo_ms=50.0))
-    batchers = [of(batcher, table=wrong) for wrong in (5, "ab", [5])]
-    batchers += [of(batcher, slo_ms=wrong) for wrong in (HUGE, True)]
-    batchers += [of(batcher, clock_ms=wrong) for wrong in (5, lambda: NAN)]
-    batchers += [of(batcher, watchdog_ms=wrong) for wrong in ("x", HUGE, NAN)]
-    batchers += [of(batcher, shares=wrong) for wrong in (5, {})]
-    yield (PolicyError, TableError), ".", batchers
-    shares = [of(FairShares, burst_ms=wrong) for wrong in ("x", HUGE, True)]
-    shares += [of(FairShares, weights=wrong) for wrong in (5, None, {5: 1.0})]
-    shares += [of(FairShares, weights={"a": wrong}) for wrong in ("x", HUGE, None, 5e-324, 1e308)]
-    yield PolicyError, ".", shares
 
 
 def test_wrong_calls_are_refused_in_words_and_change_nothing(digits: Supernet, tmp_path: Path) -> None:
@@ -270,39 +238,3 @@ def test_a_supernet_without_its_operators_is_refused_everywhere(digits: Supernet
             call()
     kept = Engine.load(tmp_path / "bundle")
     torch.testing.assert_close(kept.supernet(BATCH), network(BATCH), rtol=0, atol=5e-5)
-
-
-@pytest.mark.parametrize("shares", [None, FairShares()])
-def test_clients_without_a_name_are_refused(shares: FairShares | None) -> None:
-    policy, wrong = SlackFit(TABLE, slo_ms=50.0), (None, 5, [], {}, b"x")
-    with Batcher(Echo(), policy=policy, shares=shares) as batcher:
-        for client in wrong:
-            with pytest.raises(InvalidRequest, match="client"):
-                batcher.submit("x", 1000.0, client=client)  # type: ignore[arg-type]
-        assert batcher.submit("x", 1000.0, client="me").result(10).output == "x"
-        assert batcher.stats().refused == len(wrong)
-
-
-@pytest.mark.parametrize("shape", [-1, 2, None, "a", 1.0])
-def test_an_input_of_an_unknown_shape_harms_no_other(shape: Any) -> None:
-    engine, policy = Echo(), SlackFit(TABLE, slo_ms=50.0)
-    engine.shape = shape
-    with Batcher(engine, policy=policy, table=[TABLE, TABLE]) as batcher:
-        right = [batcher.submit(i, 5000.0) for i in range(20)]
-        with pytest.raises(InvalidRequest, match="shape_of"):
-            batcher.submit("wrong", 5000.0)
-        right += [batcher.submit(i, 5000.0) for i in range(20, 40)]
-        assert [future.result(10).output for future in right] == list(range(40))
-
-
-def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
-    cells = np.array([[1.0, 1.5], [9.0, 4.0], [20.0, 20.0]])
-    table = LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], (1, 2), cells)
-    policy = type("Planned", (), {"table": table, "decide": lambda self, context: (1, 2)})()
-    dispatcher = Dispatcher(policy, [table, table], [0.0], 50.0, "drop", print)
-    request = Request(Ask(100.0, 80.0), 0.0)
-    request.shape = 0
-    dispatcher.queue.push(100.0, request, 80.0)
-    batch = dispatcher.next_batch(0.0, 0)
-    assert batch is not None
-    assert batch.subnet == 1

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
-import rooms as room_map
+import rooms
 
 ROOT = Path(__file__).parents[1]
 STARTED_BY_NAME = {"subnetact.elastic.language_model", "subnetact.export.triton_model", "subnetact.simulate"}
 """Modules that start a program, beside those called `__main__`; nobody imports them."""
 
 
-@pytest.fixture
-def rooms() -> ModuleType:
-    return room_map
-
-
-def test_the_map_names_every_room_here_and_on_the_page_for_contributors(rooms: ModuleType) -> None:
+def test_the_map_names_every_room_here_and_on_the_page_for_contributors() -> None:
     lines = rooms.room_lines()
     entries = {p.name.removesuffix(".py") for p in (ROOT / "subnetact").iterdir() if p.name != "__pycache__"}
     assert entries - set(lines) == {"__init__", "py.typed", "data"}
@@ -32,12 +24,12 @@ def test_the_map_names_every_room_here_and_on_the_page_for_contributors(rooms: M
         assert folders == set(order)
 
 
-def test_no_import_points_up_or_goes_in_a_circle(rooms: ModuleType) -> None:
+def test_no_import_points_up_or_goes_in_a_circle() -> None:
     assert not rooms.arrows_up(rooms.arrows())
     assert not rooms.circle(rooms.arrows())
 
 
-def test_imports_by_name_are_seen(rooms: ModuleType) -> None:
+def test_imports_by_name_are_seen() -> None:
     known = rooms.modules()
     computed = {
         name
@@ -52,14 +44,14 @@ def test_imports_by_name_are_seen(rooms: ModuleType) -> None:
     assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.pipelines"}}) == []
 
 
-def test_growth_is_seen_in_the_table_of_sizes(rooms: ModuleType) -> None:
+def test_growth_is_seen_in_the_table_of_sizes() -> None:
     written = rooms.written_sizes()
     for room, size in rooms.sizes().items():
         assert size.code <= 1.1 * written[room].code + 20, f"{room} has grown: python tests/rooms.py --write"
         assert size.docs <= 1.1 * written[room].docs + 20, f"{room} has grown: python tests/rooms.py --write"
 
 
-def test_a_circle_and_an_arrow_up_would_be_found(rooms: ModuleType) -> None:
+def test_a_circle_and_an_arrow_up_would_be_found() -> None:
     assert set(rooms.circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
     lines = rooms.room_lines()
     assert lines["errors"] < lines["ofa_adapters"] < lines["engine"]
@@ -69,7 +61,7 @@ def test_a_circle_and_an_arrow_up_would_be_found(rooms: ModuleType) -> None:
     assert rooms.arrows_up({"subnetact.errors": {"subnetact.engine.engine"}})
 
 
-def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
+def test_every_module_is_imported_or_started() -> None:
     known = rooms.modules()
     wanted = {
         target for name, path in known.items() for target in rooms.imports(path, known) if target != name
@@ -80,17 +72,10 @@ def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
     assert all(name.endswith(".__main__") for name in idle)
 
 
-def test_the_rooms_without_torch_never_import_it(rooms: ModuleType) -> None:
+def test_the_rooms_without_torch_never_import_it() -> None:
     for room in ("serving", "latency"):
         for path in (ROOT / "subnetact" / room).rglob("*.py"):
             for node in rooms.nodes(path):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not any(n.split(".")[0] == "torch" for n in names), path
-
-
-def test_no_file_is_called_by_a_participle(rooms: ModuleType) -> None:
-    names = {part for module in rooms.modules() for part in module.split(".")}
-    gerunds = {name for name in names if re.search(r"(ed|ing)$", name)}
-    rooms_and_a_name = {"serving", "scheduling", "planning", "training", "model_switching"}
-    assert gerunds <= rooms_and_a_name

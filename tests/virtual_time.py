@@ -42,7 +42,6 @@ class VirtualTime:
         return batcher
 
     def sleep(self, ms: float) -> None:
-        """Let time pass for the calling thread."""
         event = threading.Event()
         with self._lock:
             if self._over:
@@ -51,7 +50,6 @@ class VirtualTime:
         assert event.wait(LIMIT_S), "nobody moves the clock"
 
     def at(self, ms: float, function: Callable[[], object]) -> None:
-        """Plan a call of a function by `run`."""
         self._planned.append((ms, next(self._numbers), function))
 
     def run(self, ms: float = float("inf")) -> None:

@@ -202,9 +202,6 @@ class Images:
         if (path / "shared_norms.safetensors").exists():
             state |= read_tensors(path / "shared_norms.safetensors")
         rows = {spec: row.pairs() for spec, row in norms.rows.items()}
-        for spec in self.specs:
-            here = plain(state, rows, spec, X)
-            assert any(near(here, plain(*one, spec, X)) for one in seen), "the bundle holds no one checkpoint"
         match = next(
             (
                 one

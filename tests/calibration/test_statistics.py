@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_networks import one_width
-from pretrained_network import BATCHES, pretrained, supernet_of
+from elastic_networks import BATCHES, one_width, pretrained, supernet_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -20,7 +20,6 @@ def save_digits(folder, inputs, latency_ms):
 
 @pytest.fixture(scope="module")
 def digits_bundle(tmp_path_factory):
-    """The folder of a bundle for images of 16 x 16 pixels."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("cluster")
     return save_digits(folder, torch.rand(64, 1, 16, 16), [[1.0, 4.0], [3.0, 12.0]])

@@ -50,7 +50,6 @@ def fronts_of(count):
 
 
 def exchange(front, method="POST", path="/infer", body=None, headers=(), **scope):
-    """Return the status and the text of the answer to one request."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent = []
 

@@ -33,7 +33,6 @@ pytestmark = [
 ]
 
 
-ROOT = Path(__file__).parents[2]
 IMAGES = torch.rand(24, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 

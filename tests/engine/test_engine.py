@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -177,18 +176,3 @@ def test_a_forgotten_module_that_no_given_subnet_needs_is_found_at_every_door() 
         TableError, match=r"subnet 1 \(keep=1 w=4\) does not run at batch size 1: block\.1\.con"
     ):
         profile_latency(engine, [1], [50.0, 60.0], **quick)  # type: ignore[arg-type]
-
-
-def test_the_check_runs_once_per_supernet_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    digits, calls = new_digits_supernet().eval(), list[Any]()
-    original = Supernet.check
-    noted = lambda self, x, **options: (calls.append(x), original(self, x, **options))[1]  # noqa: E731
-    monkeypatch.setattr(Supernet, "check", noted)
-    spec = [digits.space.smallest()]
-    calibrate(digits, spec, [torch.randn(20, 1, 16, 16)], progress=False)
-    engine = Engine(digits, spec, example=EXAMPLE[None])
-    profile_latency(engine, [1], [50.0], warmup_ms=0, min_time_ms=1, progress=False)
-    assert len(calls) == 1
-    digits.load_state_dict(digits.state_dict())
-    Engine(digits, spec, example=EXAMPLE[None])
-    assert len(calls) == 2

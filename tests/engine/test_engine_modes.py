@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
-import weakref
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,6 @@ from subnetact import Engine, calibrate
 from subnetact.device import MachineFacts
 from subnetact.engine import EngineStats, fusion_plan, packed_linear
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_conv import PackedConv
 from subnetact.engine.sliced_conv import SlicedConv
 from subnetact.errors import SpecError
 from subnetact.operators.operation_traits import operation_of
@@ -335,34 +332,3 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
             done.set()
 
     in_threads(change, *(partial(hammer, i) for i in range(4)))
-
-
-def test_dropped_weights_are_freed_at_once(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: weakref.WeakSet[PackedConv] = weakref.WeakSet()
-    init = PackedConv.__init__
-
-    def noted(self: PackedConv, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        made.add(self)
-
-    monkeypatch.setattr(PackedConv, "__init__", noted)
-    engine = engine_of(digits, 64)
-    engine.remove(3)
-    engine.remove(2)
-    gc.collect()
-    kept = made.copy()
-    engine.register(engine.specs[2])
-    gc.collect()
-    dropped = made - kept
-    assert kept
-    assert dropped
-    before = len(kept)
-    gc.disable()
-    try:
-        engine.remove(2)
-        assert (len(dropped), len(kept)) == (0, before)
-    finally:
-        gc.enable()
-    del engine
-    gc.collect()
-    assert not made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -324,29 +323,3 @@ def test_families_with_attention_are_traced_and_fused(family: str) -> None:
             for rows in (2, 1):
                 torch.testing.assert_close(program(x[:rows]), expected[:rows], rtol=1e-4, atol=1e-5)
             assert program.nbytes > 0
-
-
-class Named(nn.Module):
-    """A network whose parameters are called like what a fused program could add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.tied = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.names = [f"{kind}_{i}" for kind in ("tensor", "constant") for i in range(60, 100)]
-        for name in self.names:
-            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.tied.weight) + self.tensor_60.tanh()
-        for name in self.names:
-            y = y + getattr(self, name)
-        return self.first(y) + self.second(y)
-
-
-def test_names_of_the_network_are_not_taken() -> None:
-    torch.manual_seed(0)
-    network = Named().eval()
-    x = torch.randn(3, WIDTH)
-    with torch.inference_mode():
-        program = FusedProgram(copy.deepcopy(network))
-        torch.testing.assert_close(program(x), network(x), rtol=1e-4, atol=1e-4)

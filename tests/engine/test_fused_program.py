@@ -88,54 +88,6 @@ def test_strange_values_stay_where_the_view_has_them(act: str, rest: str) -> Non
     assert all(engine.is_fused(i) for i in range(2))
 
 
-class Halves(nn.Module):
-    """Two outputs of a convolution, a BatchNorm and ReLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.relu(self.norm(self.conv(x))).chunk(2, 1)
-
-
-def test_a_sample_with_nan_changes_no_answer_of_its_batch() -> None:
-    engine = engine_of(Halves(), torch.randn(3, 8, 8))
-    assert engine.pin(0)
-    x = torch.randn(3, 3, 8, 8)
-    before = engine(x, 0)
-    x[1, 0, 4, 4] = float("nan")
-    agree(engine, x)
-    for answer, former in zip(engine(x, 0), before, strict=True):
-        assert answer[1].isnan().any()
-        assert torch.equal(answer[[0, 2]], former[[0, 2]])
-
-
-class Making(nn.Module):
-    """Makes NaN of finite numbers in the middle, in front of a convolution with ReLU."""
-
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.make = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), make
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(self.make(F.relu(self.first(x)))))
-
-
-MAKES = (torch.log, lambda y: y / y, lambda y: (y - 0.5) ** 0.5, lambda y: y * 1e30 * 1e30)
-
-
-@pytest.mark.parametrize("make", MAKES)
-def test_nan_that_the_network_makes_itself_is_kept(make: Callable[[Tensor], Tensor]) -> None:
-    engine = engine_of(Making(make), torch.randn(3, 8, 8))
-    pinned = engine.pin(0)
-    assert pinned, pinned.reason
-    assert not agree(engine, torch.randn(2, 3, 8, 8)).isfinite().all()
-    with torch.no_grad():
-        engine.supernet.network.second.weight[2, 1] = float("nan")
-    assert agree(engine, torch.randn(2, 3, 8, 8))[:, 2].isnan().all()
-
-
 class Deciding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +162,7 @@ def test_weights_of_layers_that_are_read_and_not_called() -> None:
         agree(engine, x, i)
 
 
-TIMM = ("resnetv2_50", "mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "regnetx_002")
+TIMM = ("resnetv2_50", "mobilenetv3_small_050", "convnext_atto")
 
 
 @pytest.mark.parametrize("name", TIMM)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_engines import plain_engine
+from elastic_networks import plain_engine
 
 from subnetact import Engine, LatencyTable
 from subnetact.export import to_torchscript

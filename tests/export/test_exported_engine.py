@@ -15,7 +15,7 @@ from elastic_networks import one_width
 from torch import nn
 
 import subnetact
-from subnetact import Batcher, Engine, LatencyTable, SlackFit, SubnetSpec, profile_latency
+from subnetact import Batcher, Engine, SubnetSpec, profile_latency
 from subnetact.errors import ExportError, FileFormatError, InvalidRequest, ProfileMismatch, SpecError
 from subnetact.export import ExportedEngine, load_exported, to_onnx
 
@@ -69,19 +69,6 @@ def test_programs_equal_the_supernet(engine: Engine, exported: ExportedEngine) -
             want = engine.supernet(IMAGES[:size], subnet=spec)
             torch.testing.assert_close(exported(IMAGES[:size], subnet=i), want, atol=5e-5, rtol=5e-5)
     assert not torch.equal(exported(IMAGES, subnet=0), exported(IMAGES, subnet=2))
-
-
-def test_a_batcher_runs_it(engine: Engine, exported: ExportedEngine) -> None:
-    rows, stamp = [[1, 2], [2, 3], [5, 9]], {"supernet": engine.fingerprint}
-    table = LatencyTable(exported.keys, [60.0, 70.0, 80.0], [1, 4], rows, stamp=stamp)
-    with Batcher(exported, policy=SlackFit(table, slo_ms=20_000)) as batcher:
-        futures = [batcher.submit(x, deadline_ms=20_000) for x in IMAGES]
-        with pytest.raises(InvalidRequest, match=r"shape \(1, 8, 8\)"):
-            batcher.submit(torch.zeros(1, 8, 8), deadline_ms=20_000)
-        for x, future in zip(IMAGES, futures, strict=True):
-            answer = future.result(timeout=60)
-            want = engine(x[None], subnet=answer.subnet)[0]
-            torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=1e-4)
     assert not wrong_in_threads(exported, IMAGES)
 
 

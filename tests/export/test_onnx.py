@@ -15,9 +15,12 @@ from elastic_networks import one_width
 from torch import Tensor, nn
 
 from subnetact import Axis, Engine, SubnetSpace, calibrate, insert_
-from subnetact.errors import FileFormatError, MissingExtra, StaleWeights
+from subnetact.device import MachineFacts, machine_facts
+from subnetact.errors import ExportError, FileFormatError, MissingExtra, PrecisionError, StaleWeights
 from subnetact.export import load_exported, onnx, to_executorch, to_onnx, to_torchscript, torchscript
 from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact.operators import kernel_table as kernels
+from subnetact.operators.kernel_table import kernel_for
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -187,19 +190,6 @@ def test_changing_weights_are_not_exported(
 PAIR = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-class Pair(nn.Module):
-    """Takes two inputs, and returns two outputs by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the logits, and the sum that they are made of."""
-        both = torch.relu(self.first(a + b))
-        return {"logits": self.second(both), "sum": a + b}
-
-
 def test_every_subnet_is_a_method(engine: Engine, tmp_path: Path) -> None:
     runtime = pytest.importorskip("executorch.runtime").Runtime.get()
     path = to_executorch(engine, tmp_path / "digits.pte", batch_size=2, progress=False)
@@ -210,20 +200,61 @@ def test_every_subnet_is_a_method(engine: Engine, tmp_path: Path) -> None:
         torch.testing.assert_close(output, engine.supernet(PAIR, subnet=spec), atol=5e-5, rtol=1e-4)
 
 
-def test_several_inputs_and_outputs(tmp_path: Path) -> None:
-    runtime = pytest.importorskip("executorch.runtime").Runtime.get()
-    torch.manual_seed(0)
-    x = {"a": torch.randn(1, 8), "b": torch.randn(1, 8)}
-    supernet = insert_(Pair().eval(), example=x)
-    engine = Engine(supernet, [supernet.space.smallest()], example=x)
-    program = runtime.load_program(to_executorch(engine, tmp_path / "pair.pte", progress=False))
-    outputs = program.load_method("subnet_0").execute([x["a"], x["b"]])
-    for output, wanted in zip(outputs, engine(x, 0).values(), strict=True):
-        torch.testing.assert_close(output, wanted, atol=5e-5, rtol=1e-4)
-
-
 def test_a_missing_package_is_named(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("executorch", "executorch.exir"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match="pip install executorch"):
         to_executorch(engine, tmp_path / "digits.pte")
+
+
+runs_int8 = pytest.mark.skipif(
+    not kernel_for("int8", machine_facts("cpu")).name, reason="int8 is refused on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def int8_engine() -> Engine:
+    convs = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)
+    network = nn.Sequential(*convs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    supernet = one_width(network, {"0": "out", "2": "both", "4": "both", "7": "in"})
+    space = supernet.enable_precision("int8")
+    small = space.spec(w=4, precision="int8")
+    specs = [small, space.at_precision(small, "float32")]
+    return Engine(supernet, specs, example=torch.zeros(1, 1, 16, 16))
+
+
+@runs_int8
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_int8_files_equal_the_views(
+    int8_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_onnx(int8_engine, tmp_path / "programs", progress=False)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kernels, "machine_facts", MachineFacts)
+        with pytest.raises(PrecisionError, match="precision int8"):
+            load_exported(tmp_path / "programs", trusted=True)
+    exported = load_exported(tmp_path / "programs", trusted=True)
+    assert exported.keys == int8_engine.keys
+    x = torch.randn(2, 1, 16, 16)
+    for i in range(2):
+        torch.testing.assert_close(exported(x, subnet=i), int8_engine(x, subnet=i), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(exported(x, 0), exported(x, 1))
+    session = onnxruntime.InferenceSession(tmp_path / "programs" / "subnet-0.onnx")
+    got = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    expected = int8_engine(x, subnet=0)
+    assert (got - expected).norm() < 0.02 * expected.norm(), "halves may round the other way"
+    import onnx
+
+    graph = onnx.load(tmp_path / "programs" / "subnet-0.onnx").graph
+    kinds = [node.op_type for node in graph.node]
+    assert kinds.count("MatMulInteger") == 2, "the convolutions between the first layer and the last"
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_torchscript_has_float32_subnets_only(int8_engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"precision=int8.*to_onnx or to_pt2"):
+        to_torchscript(int8_engine, tmp_path / "model.pt", progress=False)
+    exact = int8_engine.specs[1]
+    written = to_torchscript(int8_engine, tmp_path / "model.pt", subnets=[exact], progress=False)
+    x = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(written(x, torch.tensor([0])), int8_engine(x, subnet=1), rtol=1e-4, atol=1e-4)

@@ -218,19 +218,6 @@ def test_concurrent_clients_with_mixed_subnets(
     assert all(len({tuple(shape) for shape in batch}) == 1 for batch in batches)
 
 
-def test_bad_requests_harm_nobody(server: Server, engine: Engine, coded: Callable[..., Request]) -> None:
-    requests = [coded(x[None], 1) for x in IMAGES[:8]]
-    requests.insert(3, coded(IMAGES[:1], 7))
-    flat = coded(IMAGES[:1], 1)
-    flat["inputs"]["INPUT__1"] = (np.zeros(1, dtype=np.bool_), "BOOL")
-    requests.insert(5, flat)
-    answers = server.ask(requests, "grpc")
-    assert "shape" in str(answers.pop(5)["error"])
-    assert "no subnet 7; this file has 0..2" in str(answers.pop(3)["error"])
-    for x, answer in zip(IMAGES[:8], answers, strict=True):
-        assert close(answer, engine(x[None], subnet=1))
-
-
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_deadlines_choose_the_subnet(server: Server, engine: Engine, protocol: str) -> None:
     requests = [

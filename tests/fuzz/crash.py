@@ -201,7 +201,6 @@ WRITERS = {
 
 
 def every_call(writer: Writer, old: Path | None) -> Iterator[str]:
-    """Yield what is left after a kill at the first system call, the second, and so on."""
     with tempfile.TemporaryDirectory() as place:
         number = 1
         while (found := left_behind(writer, Path(place), old, number)) is not None:

@@ -111,7 +111,6 @@ def _read(folder: Path, kind: str, accident: bool, source: random.Random) -> Any
 
 
 def network() -> nn.Module:
-    """Return a network that no library makes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
 
@@ -159,7 +158,6 @@ def _any_file(folder: Path, source: random.Random, suffix: str = "") -> Path:
 
 
 def change_bytes(folder: Path, document: dict[str, Any], source: random.Random) -> None:
-    """Cut a file, or change some of its bytes."""
     path = _any_file(folder, source)
     path.write_bytes(damaged(path.read_bytes() if path.is_file() else b"", source))
 
@@ -197,7 +195,6 @@ def _json_file(path: Path, source: random.Random) -> None:
 
 
 def change_index(folder: Path, document: dict[str, Any], source: random.Random) -> None:
-    """Change, remove or add a value of the index."""
     kind = source.random()
     if kind < 0.1:
         document[source.choice(("x", "code", "__class__", "auto_map"))] = source.choice((*NASTY, *NAMES))
@@ -212,7 +209,6 @@ def change_index(folder: Path, document: dict[str, Any], source: random.Random) 
 
 
 def change_model(folder: Path, document: dict[str, Any], source: random.Random) -> None:
-    """Name another library, another factory, or other arguments."""
     stated = document.get("model")
     stated = dict(stated) if isinstance(stated, dict) else {"library": "timm", "name": "x", "arguments": {}}
     kind = source.random()
@@ -247,7 +243,6 @@ def change_config(folder: Path, document: dict[str, Any], source: random.Random)
 
 
 def change_tensors(folder: Path, document: dict[str, Any], source: random.Random) -> None:
-    """Change the header of a file of tensors: names, types, huge or negative shapes, offsets."""
     path = _any_file(folder, source, ".safetensors")
     if not path.is_file():
         return

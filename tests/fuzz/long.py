@@ -26,22 +26,7 @@ from fuzz.targets import TARGETS, Finding, close, run, seeds
 ALARMS = 15
 
 
-def place_of(finding: Finding) -> tuple[str, Any]:
-    """Return the kind of a finding, which is an error and the function that raised it, and the frame."""
-    cause = finding.__cause__
-    last = traceback.extract_tb(cause.__traceback__)[-1] if cause else None
-    return f"{type(cause).__name__} at {last.name if last else '?'}", last
-
-
-def limited(memory_gb: float) -> None:
-    """Give this process one thread and no more memory."""
-    torch.set_num_threads(1)
-    limit = int(memory_gb * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 def main() -> int:
-    """Run the targets in turn until the time is over, and return 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--inputs", type=int, help="of every target, instead of minutes")
@@ -51,7 +36,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--results", type=Path, help="write the number of inputs and the findings as JSON")
     args = parser.parse_args()
-    limited(args.memory_gb)
+    torch.set_num_threads(1)
+    limit = int(args.memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     seeds()
 
     def late(*_: Any) -> None:
@@ -69,8 +56,9 @@ def main() -> int:
             try:
                 accepted[name] += run(name, random.Random(number))
             except Finding as finding:
-                where, last = place_of(finding)
-                where = f"{name}: {where}"
+                cause = finding.__cause__
+                last = traceback.extract_tb(cause.__traceback__)[-1] if cause else None
+                where = f"{name}: {type(cause).__name__} at {last.name if last else '?'}"
                 if where not in found:
                     found[where] = number
                     print(f"seed {number}: {finding} ({last})", flush=True)

@@ -2,8 +2,7 @@
 
 A target gets a `random.Random`, makes an input that is damaged or hostile, and gives it to the library. The
 library may accept the input or raise one of its own errors; everything else is a finding. `test_fuzz.py` runs
-each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an hour, and
-`python tests/fuzz/coverage_guided.py` lets atheris choose the inputs.
+each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an hour.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ from subnetact.serving.simulation.replay import LiveRun
 
 define_missing()
 
-__all__ = ["TARGETS", "BytesRandom", "Finding", "run"]
+__all__ = ["TARGETS", "Finding", "run"]
 
 WORDS = (
     *("", "-1", "0", "1", "2", "nan", "inf", "1e400", "9" * 30, "x", "../x", "/dev/zero"),
@@ -92,29 +91,7 @@ TABLE = LatencyTable(
 ACCURATE = TABLE.with_accuracy([70.0, 80.0])
 
 
-class BytesRandom(random.Random):
-    """Random numbers that are read from bytes, and after their end from another generator."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.position = data, 0
-        self.more = random.Random(0)  # Endless zeros would keep `sample` searching for another number.
-        super().__init__(0)
-
-    def getrandbits(self, k: int) -> int:
-        """Return an integer of `k` bits from the next bytes."""
-        size = (k + 7) // 8
-        taken = self.data[self.position : self.position + size]
-        self.position += size
-        taken += self.more.randbytes(size - len(taken))
-        return int.from_bytes(taken, "little") >> (8 * size - k)
-
-    def random(self) -> float:
-        """Return a float in [0, 1) from the next two bytes."""
-        return self.getrandbits(16) / 65536
-
-
 def run(name: str, source: random.Random) -> bool:
-    """Run a target once, and tell whether the library accepted the input; other errors are a `Finding`."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         with tempfile.TemporaryDirectory() as place:
@@ -170,7 +147,6 @@ def _interrupted() -> Iterator[torch.Tensor]:
 
 @cache
 def digits() -> Supernet:
-    """Return the supernet for digits with two calibrated subnets."""
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -179,7 +155,6 @@ def digits() -> Supernet:
 
 
 def digits_engine() -> Engine:
-    """Return an engine of these subnets with a table."""
     supernet = digits()
     engine = Engine(supernet, list(supernet.norms), example=torch.zeros(1, 1, 16, 16))
     rows, accuracy = [[1.0, 2.0]] * len(engine), [60.0] * len(engine)
@@ -195,7 +170,6 @@ def search_from(path: Path) -> None:
 
 
 def copied(name: str, place: Path) -> Path:
-    """Copy a seed into a folder, and return its path."""
     seed, path = seeds() / name, place / name
     (shutil.copytree if seed.is_dir() else shutil.copy)(seed, path)
     return path
@@ -216,7 +190,6 @@ def reader(name: str, change: Callable[[Path, random.Random], None], read: Calla
 
 
 def fuzz_checkpoint(source: random.Random, place: Path) -> None:
-    """Change a checkpoint, inspect it and load it."""
     path = copied("c.pth", place)
     if source.random() < 0.4:
         path.write_bytes(damaged(path.read_bytes(), source))
@@ -235,7 +208,6 @@ def fuzz_checkpoint(source: random.Random, place: Path) -> None:
 
 
 def fuzz_constructor(source: random.Random, place: Path) -> None:
-    """Build a small family from hostile arguments."""
     resnet = {"n_classes": 2, "width_mult_list": [0.1], "depth_list": [0], "bn_param": [0.1, 1e-5]}
     mobile = {"n_classes": 2, "width_mult": 0.1, "ks_list": [3], "depth_list": [2], "expand_ratio_list": [3]}
     arguments: dict[str, dict[str, Any]]
@@ -247,7 +219,6 @@ def fuzz_constructor(source: random.Random, place: Path) -> None:
 
 
 def fuzz_spec(source: random.Random, place: Path) -> None:
-    """Read specifications of subnets."""
     space = digits().space
     hostile = changed(space.sample(source.randrange(99)).to_json(), source)
     if source.random() < 0.5:
@@ -259,21 +230,7 @@ def fuzz_spec(source: random.Random, place: Path) -> None:
         space.parse(damaged(key.encode(), source).decode("latin-1"))
 
 
-def fuzz_table_arguments(source: random.Random, place: Path) -> None:
-    """Make a table from a hostile document, and use it."""
-    document = changed(TABLE.to_json(), source)
-    path = place / "table.json"
-    path.write_bytes(text(document))
-    if not isinstance(document, dict):
-        return
-    path.write_bytes(text({"kind": "subnetact.latency_table", "schema": 1, **document}))
-    table = LatencyTable.load(path)
-    table.monotone().save(path)
-    assert LatencyTable.load(path) == table.monotone()
-
-
 def fuzz_traces(source: random.Random, place: Path) -> None:
-    """Make arrivals from hostile arguments."""
     small = [v for v in NASTY if not isinstance(v, (int, float)) or not abs(v) < math.inf or abs(v) <= 10**5]
     number = lambda: source.choice((0.5, 2.0, 20.0, source.choice(small)))  # noqa: E731
     kind = source.randrange(4)
@@ -288,7 +245,6 @@ def fuzz_traces(source: random.Random, place: Path) -> None:
 
 
 def fuzz_simulate(source: random.Random, place: Path) -> None:
-    """Simulate with hostile arguments."""
     arguments: dict[str, Any] = {
         **{"arrivals_ms": [0.0, 1.0, 2.0], "slo_ms": 20.0, "workers": 2, "expired": "drop", "noise": 0.1},
         **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "blocks": 1, "events": ()},
@@ -306,12 +262,10 @@ class _Runner:
         """Accept every input."""
 
     def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        """Return the inputs."""
         return inputs
 
 
 def fuzz_submit(source: random.Random, place: Path) -> None:
-    """Submit requests with hostile deadlines, minimum accuracies and priorities."""
     with Batcher(_Runner(), policy=Fixed(ACCURATE, 0), slo_ms=1e4) as batcher:
         for _ in range(5):
             arguments = {"deadline_ms": 50.0, "min_accuracy": None, "priority": None}
@@ -327,7 +281,6 @@ def fuzz_submit(source: random.Random, place: Path) -> None:
 
 
 def fuzz_description(source: random.Random, place: Path) -> None:
-    """Change the description of an inserted model, read it, and insert it."""
     document = json.loads(_described())
     bytewise = source.random() < 0.3
     raw = damaged(_described().encode(), source) if bytewise else text(changed(document, source))
@@ -379,20 +332,7 @@ def _step_table() -> StepTable:
     return StepTable({32: plain, 128: plain.scaled(1.5)}, plain)
 
 
-def fuzz_step_table(source: random.Random, place: Path) -> None:
-    """Change one of the tables of a step table, read it, and ask them together for latencies."""
-    path, tables = place / "steps.json", _step_table().to_tables()
-    name = source.choice(list(tables))
-    tables[name].save(path)
-    json_file(path, source)
-    table = StepTable.from_tables({**tables, name: LatencyTable.load(path)})
-    for sequences in (1, 3, 100):
-        if not table.latencies_ms(sequences, 40.0, 10)[0] > 0:
-            raise Finding(f"a step of {sequences} sequences takes no time")
-
-
 def fuzz_simulate_generation(source: random.Random, place: Path) -> None:
-    """Simulate generation with hostile prompts and arguments."""
     times: dict[str, Any] = {"first_ms": 100.0, "token_ms": 20.0}
     prompt: dict[str, Any] = {"arrival_ms": 0.0, "tokens": 4, "answer": 3}
     arguments: dict[str, Any] = {"token_ms": 20.0, "max_sequences": 4, "step_tokens": 64, "expired": "drop"}
@@ -400,25 +340,6 @@ def fuzz_simulate_generation(source: random.Random, place: Path) -> None:
     chosen[source.choice(list(chosen))] = source.choice(NASTY)
     prompts = [Prompt(**prompt, deadlines=TokenDeadlines(**times))]
     simulate_generation(prompts, _step_table(), **arguments)
-
-
-def fuzz_slices(source: random.Random, place: Path) -> None:
-    """Change a published slice of Gemma 3n, and read it."""
-    space = _gemma().space
-    row = {name: str(value) for name, value in space.format(space.sample(source)).items()}
-    name = source.choice(list(row))
-    space.parse({**row, name: damaged(row[name].encode(), source).decode(errors="replace")})
-
-
-@cache
-def _gemma() -> Supernet:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 2}
-    inputs = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
-    layers = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 4}
-    sparsity = {"activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2, "pad_token_id": 0}
-    config = {**sizes, **heads, **inputs, **layers, **sparsity}
-    return ofa_adapters.load("gemma3n", config=config, widths=[8, 24])
 
 
 class _Served:
@@ -433,7 +354,6 @@ class _Served:
         self.loop = asyncio.new_event_loop()
 
     def status(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> int:
-        """Return the status of the answer."""
         return self.loop.run_until_complete(self._ask(path, body, headers))
 
     async def _ask(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> int:
@@ -599,7 +519,6 @@ PROFILE = options(
 TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "spec": fuzz_spec,
     "latency table": reader("table.json", json_file, LatencyTable.load),
-    "latency table, arguments": fuzz_table_arguments,
     "norm table": reader("norms.safetensors", tensor_file, subnetact.supernet.NormTable.load),
     "bundle": fuzz_folder,
     "checkpoint": fuzz_checkpoint,
@@ -620,9 +539,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
     "description": fuzz_description,
     "insert_": fuzz_insert,
-    "step table": fuzz_step_table,
     "simulate_generation": fuzz_simulate_generation,
-    "slices": fuzz_slices,
     "HTTP": fuzz_http,
     "HTTP, text": fuzz_text_http,
 }

@@ -54,7 +54,6 @@ def widths(llama: Supernet) -> list[SubnetSpec]:
 
 @pytest.fixture
 def table(widths: list[SubnetSpec]) -> StepTable:
-    """Return a table of these subnets."""
     return step_table([spec.key for spec in widths])
 
 

@@ -28,7 +28,7 @@ from subnetact.errors import (
     ProfileMismatch,
     QueueFull,
 )
-from subnetact.generation import Completion, Generator, Phase, StepTable, TokenDeadlines, profile_steps
+from subnetact.generation import Completion, Generator, Phase, StepTable, profile_steps
 from subnetact.generation.step_scheduler import Step
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -42,7 +42,6 @@ LATE = {"first_ms": 1e-3, "token_ms": 1e-3}
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Return prompts of different lengths."""
     generator = torch.Generator().manual_seed(number)
     return [torch.randint(97, (3 + 5 * (i % 4),), generator=generator).tolist() for i in range(number)]
 
@@ -494,13 +493,6 @@ def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) 
     assert (table.subnets, table.sequences) == ((widths[0].key, widths[-1].key), (1, 2))
     assert all(table.latencies_ms(2, 16, 8)[i] > 0.0 for i in range(2))
     assert table.prefill.stamp["machine"]["device"] == "cpu"
-
-
-def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
-    deadlines = TokenDeadlines.total(100.0, 4)
-    assert [deadlines.due_ms(7.0, i) for i in range(4)] == [32.0, 57.0, 82.0, 107.0]
-    with pytest.raises(PolicyError):
-        TokenDeadlines(0.0, 1.0)
 
 
 def test_an_event_loop_gets_tokens_and_results_and_is_woken_once_a_step(make: Make, alone: Alone) -> None:

@@ -61,7 +61,6 @@ def changing(generator: Generator, change: Callable[[], None]) -> None:
 
 
 def following(network: Any, tokens: list[int], count: int) -> list[int]:
-    """Return what a plain network generates."""
     made = network.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
     return list(made[0, len(tokens) :].tolist())
 

@@ -33,11 +33,9 @@ class Characters:
     """A tokenizer with a token per character; token 0 is no whole character."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         return [ord(character) % 97 for character in text]
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
         assert skip_special_tokens
         return "".join("�" if token == 0 else chr(32 + token) for token in tokens)
 
@@ -57,14 +55,12 @@ class Served:
         wait_for(lambda: self.server.started, 60)
 
     def asked(self, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        """Return a connection on which a request was sent."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("GET" if body is None else "POST", path, sent, headers)
         return connection
 
     def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Return the status and the document of one answer."""
         with contextlib.closing(self.asked(path, body, **headers)) as connection:
             response = connection.getresponse()
             text = response.read().decode()
@@ -82,7 +78,6 @@ class Served:
         return [piece["choices"][0] for piece in pieces]
 
     def close(self) -> None:
-        """End."""
         self.server.should_exit = True
         self.thread.join()
         self.generator.close(drain=False)
@@ -108,12 +103,10 @@ def make(llama: Supernet, widths: list[SubnetSpec], wait_for: WaitFor) -> Iterat
 
 @pytest.fixture(scope="module")
 def served(make: Callable[..., Served]) -> Served:
-    """Return a server that several tests ask."""
     return make()
 
 
 def expected(alone: Alone, prompt: str, tokens: int) -> str:
-    """Return the answer to a prompt."""
     tokenizer = Characters()
     return tokenizer.decode(alone(tokenizer.encode(prompt), (2,) * tokens), skip_special_tokens=True)
 

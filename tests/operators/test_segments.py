@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_engines import plain_engine
+from elastic_networks import plain_engine
 from small_spaces import space_of
 from torch import Tensor, nn
 from written_networks import Written

@@ -79,7 +79,6 @@ class Server:
         self.url = f"http://{found[1]}:{found[2]}"
 
     def call(self, method, path, body=None, headers=None):
-        """Status, headers and body of one request."""
         connection = http.client.HTTPConnection(*self.address, timeout=60)
         try:
             sent = body if isinstance(body, bytes | None) else json.dumps(body)
@@ -238,8 +237,6 @@ def post():
 
 @pytest.fixture
 def numpy_file():
-    """Gives the bytes of an array's file."""
-
     def written(array):
         file = io.BytesIO()
         np.save(file, array, allow_pickle=True)

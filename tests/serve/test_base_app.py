@@ -11,12 +11,14 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
+import logging
+
 from starlette.responses import StreamingResponse
 
 from subnetact.errors import BatchFailed
 from subnetact.serve import build_text_app
 from subnetact.serve.base_app import BaseApp
-from subnetact.serve.logs import setup
+from subnetact.serve.logs import request_id, setup
 
 TOKEN = "a-token-of-the-tests"
 KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
@@ -52,8 +54,10 @@ def test_every_application_asks_for_a_token_and_its_own_name(guarded, post):
         status, found, raw = asyncio.run(post(app, None, path=path, headers=headers, method=method, raw=body))
         return status, found, json.loads(raw) if raw.startswith(b"{") else raw
 
-    assert ask("/healthz", KNOWN[1:])[0] == 200
-    for path, method in (("/metrics", "GET"), ("/openapi.json", "GET"), ("/none", "GET"), (infer, "POST")):
+    for path in ("/healthz", "/readyz", "/livez"):
+        assert ask(path, KNOWN[1:])[0] == 200
+    closed = ("/", "/metrics", "/openapi.json", "/status", "/none")
+    for path, method in (*((path, "GET") for path in closed), (infer, "POST")):
         status, headers, _ = ask(path, KNOWN[1:], method, b"{}")
         assert (status, headers["www-authenticate"], headers["connection"]) == (
             401,
@@ -167,3 +171,50 @@ def test_times_of_answers_are_a_histogram_by_route(app, post):
     text = app.prometheus()
     assert 'subnetact_http_latency_seconds_count{route="/livez"} 2.0' in text
     assert 'subnetact_http_latency_seconds_bucket{le="+Inf",route=""} 1.0' in text
+
+
+def fail(log):
+    try:
+        raise KeyError("lost")
+    except KeyError as error:
+        log.error("a request of %s failed", "alice", exc_info=error)
+
+
+def test_a_line_for_people_begins_with_time_level_and_logger_and_names_the_request(capsys):
+    setup()
+    log = logging.getLogger("subnetact.serving.test")
+    log.info("ready")
+    token = request_id.set("r-17")
+    fail(log)
+    request_id.reset(token)
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    assert re.fullmatch(time + " INFO subnetact.serving.test: ready", first)
+    assert re.fullmatch(time + r" ERROR subnetact.serving.test: \[r-17\] a request of alice failed", second)
+    assert trace[0].startswith("Traceback")
+    assert trace[-1] == "KeyError: 'lost'"
+
+
+def test_a_line_for_programs_is_one_object_with_the_traceback(capsys):
+    setup("debug", as_json=True)
+    log, words = logging.getLogger("subnetact.workers"), 'a "quoted"\nline'
+    log.debug(words)
+    token = request_id.set("r-18")
+    fail(log)
+    request_id.reset(token)
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.items() >= {"level": "debug", "logger": "subnetact.workers", "message": words}.items()
+    assert "request_id" not in first
+    assert second["request_id"] == "r-18"
+    assert second["exception"].endswith("KeyError: 'lost'")
+    assert second["time"].endswith("Z")
+
+
+def test_levels_are_those_of_the_package_and_lines_appear_once(capsys):
+    for level in ("info", "warning"):
+        setup(level)
+    logging.getLogger("subnetact.serve").info("left out")
+    logging.getLogger("another").info("left out")
+    logging.getLogger("subnetact.serve").warning("one")
+    logging.getLogger("another").warning("two")
+    assert [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines()] == ["one", "two"]

@@ -22,7 +22,6 @@ OWN = """
 import torch
 from torch import nn
 import subnetact
-from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
 
 class TwoInputs(nn.Module):
     def __init__(self):
@@ -32,13 +31,11 @@ class TwoInputs(nn.Module):
         return {"scores": self.b(torch.relu(self.a(x))) * scale, "sum": x.sum(1)}
 
 def supernet(width=8):
-    axis = Axis.uniform("width", ["all"], [4, width])
-    space = SubnetSpace("mine", [axis], lambda v: {"width": v["width"][0]})
-    elastic = {"a": WeightSlice.on(out="width"), "b": WeightSlice.on(in_="width")}
-    return subnetact.insert_(TwoInputs().eval(), space, elastic)
+    torch.manual_seed(0)
+    example = {"x": torch.zeros(2, 4), "scale": torch.ones(2, 3)}
+    return subnetact.insert_(TwoInputs().eval(), example=example, choices={"ffn": (4, width)})
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     own = supernet()
     example = {"x": torch.zeros(1, 4), "scale": torch.ones(1, 3)}
     engine = subnetact.Engine(own, list(own.space.enumerate()), example=example, accuracy=[60.0, 70.0])

@@ -106,14 +106,11 @@ def test_the_image_is_made_of_files_that_exist():
         assert (ROOT / path if path.startswith("examples") else EXAMPLE / path).exists(), path
 
 
-def test_the_exit_statuses_of_the_page_are_those_of_the_server(start, digits):
-    """The rest of them are tried in test_server and test_command."""
+def test_the_exit_statuses_of_the_page_are_those_of_the_server(server, digits):
+    """The rest of them are tried in test_server, test_http_answers and test_command."""
     page = (ROOT / "docs" / "howto" / "production.md").read_text()
-    served = start("--bundle", str(digits[1]))
-    command = ["-m", "subnetact.serve", "--port", str(served.address[1]), "--bundle", str(digits[1])]
+    command = ["-m", "subnetact.serve", "--port", str(server.address[1]), "--bundle", str(digits[1])]
     places = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *command], env=places, capture_output=True, text=True, check=False)
     assert (done.returncode, "in use" in done.stderr) == (3, True), done.stderr
-    served.stop()
-    assert served.process.returncode == 0
     assert all(f"\n| {status} | " in page for status in (0, "143, 130", 2, 3))

@@ -198,8 +198,10 @@ print("returned", flush=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGTERM, None), (signal.SIGINT, None), (signal.SIGTERM, signal.SIGINT)],
+)
 def test_a_clean_drain_exits_with_0_and_a_second_signal_ends_at_once(first, second):
     def asked(path, body=None):
         """The status and the text, or that it does not listen any more: both follow the first signal."""

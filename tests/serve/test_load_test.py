@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from load_test import HttpClient, Refused, Reply, Sent, main, refusal, run_open_loop, summary, table, trace
+from load_test import HttpClient, Refused, Reply, Sent, main, refusal, run_open_loop, summary, table
 
-from subnetact.errors import ServeError, TraceError
+from subnetact.errors import ServeError
 
 
 class Clock:
@@ -77,20 +77,6 @@ def test_what_is_never_answered_is_counted():
     lines = {"requests            3", "answered in time    66.67 %", "outcomes            late 1  met 2"}
     assert lines <= set(table(found).splitlines())
     assert table(summary([Sent("QueueFull", 0.1, 5.0, None)], [1], 50.0)).endswith("subnets in time     -")
-
-
-def test_every_kind_of_trace(tmp_path):
-    np.savetxt(tmp_path / "stamps.txt", np.arange(1000) * 3.0)
-    names = ["poisson", "bursty", "time_varying", "maf", "azure_llm", "servegen"]
-    for name in [*names, str(tmp_path / "stamps.txt")]:
-        arrivals = trace(name, 500, 2.0, seed=1)
-        assert 300 < len(arrivals) < 1600, name
-        assert (np.diff(arrivals) >= 0).all()
-        assert 0 <= arrivals[0] < arrivals[-1] < 2000
-    with pytest.raises(TraceError):
-        trace("poisson", -1, 2.0)
-    with pytest.raises(TraceError, match="nothing"):
-        trace("nothing", 10, 2.0)
 
 
 def test_the_client_names_what_refused_it():

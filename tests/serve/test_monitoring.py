@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
-import time
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,7 +22,6 @@ OF_PROMETHEUS = {"job", "instance", "alertname", "alertstate", "le"}
 VARIABLES = {"$__rate_interval": "1m", "$job": ".*", "$instance": ".*"}
 UNSEEN = {"subnetact_drifted", "subnetact_batch_limit"}
 """Metrics by subnet that a healthy server has no sample of."""
-QUERY = "/api/v1/query?query="
 needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool and prometheus")
 
 
@@ -90,63 +85,3 @@ def test_promtool_accepts_the_rules_their_tests_and_the_queries_of_the_dashboard
         words = ["promtool", command[0], "rules", command[1]]
         done = subprocess.run(words, cwd=EXAMPLES, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture
-def prometheus(server, tmp_path):
-    """The address of a Prometheus that scrapes the server each second; its rules do not wait."""
-    quick = re.sub(r"\bfor: \d+m", "for: 0s", re.sub(r"\[\d+m\]", "[20s]", RULES))
-    (tmp_path / "rules.yaml").write_text(quick)
-    host, port = server.address
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "subnetact", "static_configs": [{"targets": [f"{host}:{port}"]}]}],
-    }
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    command = ["prometheus", *options, f"--web.listen-address={address}"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, stdout=log)
-    yield f"http://{address}"
-    process.terminate()
-    process.wait(60)
-
-
-def told(address, path, tries=1, until=bool):
-    """What Prometheus answers, asked again each half second until it fits."""
-    for _ in range(tries):
-        try:
-            with urllib.request.urlopen(address + path, timeout=30) as answer:
-                found = json.load(answer)["data"]
-            if until(found):
-                return found
-        except OSError:
-            pass
-        time.sleep(0.5)
-    raise AssertionError(f"{path}: never as expected")
-
-
-@pytest.mark.slow
-@needs_prometheus
-def test_a_prometheus_fires_an_alert_and_answers_every_query_of_the_dashboard(prometheus, server, images):
-    told(prometheus, QUERY + "up%20==%201", 120, lambda found: found["result"])
-    firing = set()
-
-    def fires(found):
-        for _ in range(5):
-            server.infer(images[0])
-            server.infer(images[0], deadline_ms=1e-3)  # status 504
-        firing.update(one["labels"]["alertname"] for one in found["alerts"] if one["state"] == "firing")
-        return "SubnetactMisses" in firing
-
-    told(prometheus, "/api/v1/alerts", 120, fires)
-    assert firing <= {"SubnetactMisses", "SubnetactAccuracyLow", "SubnetactLatenciesDrifted"}, firing
-    empty = []
-    for query in QUERIES:
-        found = told(prometheus, QUERY + urllib.parse.quote(filled(query)), until=lambda _: True)
-        empty += [query] * (not found["result"])
-    assert [query for query in empty if "drifted" not in query] == []

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from shared_memory import shared_memory_of
+from process_runners import shared_memory_of
 
 from subnetact import Engine
 from subnetact.serve.cli import main

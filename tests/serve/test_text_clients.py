@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ TOKENS = 12
 
 
 def tokenizer() -> Any:
-    """Return the tokenizer of the bundle."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -57,14 +54,12 @@ def bundle(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(start: Callable[..., Any], bundle: Path, python_path: str) -> str:
-    """The address of the command, which serves the bundle."""
     options = ["--bundle", str(bundle), "--text", "--slo-ms", "60000"]
     return f"{start(*options, environment={'PYTHONPATH': python_path}).url}/v1"
 
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> Callable[[str], str]:
-    """Return what the largest subnet continues."""
     import torch
 
     def continued(prompt: str) -> str:
@@ -133,24 +128,6 @@ def test_lm_eval_runs_a_local_task_at_the_server(
     assert len(answers) == 4
     assert all(answers)
     assert answers[:2] == answers[2:]
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_guidellm_measures(url: str, path: str, tmp_path: Path) -> None:
-    if shutil.which("guidellm") is None:
-        pytest.skip("needs guidellm")
-    data, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
-    lines = [json.dumps({"prompt": one, "output_tokens_count": TOKENS}) for one in PROMPTS]
-    data.write_text("\n".join(lines) + "\n")
-    backend = f"kind=openai_http,target={url.removesuffix('/v1')},model=docs,request_format={path}"
-    options = ["--backend", backend, "--disable-console", "--profile", "kind=synchronous"]
-    options += ["--constraint", "kind=max_requests,count=3"]
-    options += ["--data", f"kind=json_file,path={data}", "--output", f"kind=json,path={report}"]
-    subprocess.run(["guidellm", "run", *options], check=True, timeout=300)
-    [benchmark] = json.loads(report.read_text())["benchmarks"]
-    assert not benchmark["requests"]["errored"]
-    answered = benchmark["requests"]["successful"]
-    assert [one["output_metrics"]["text_tokens"] for one in answered] == [TOKENS] * 3
 
 
 def test_what_cannot_be_served_as_a_language_model_is_refused(

@@ -41,7 +41,6 @@ def largest() -> str:
 
 
 def expected(prompt: str, count: int) -> str:
-    """Return what the largest subnet of the embedded model continues."""
     import torch
 
     from subnetact.generation.text import load_text_supernet

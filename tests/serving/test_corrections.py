@@ -83,20 +83,6 @@ def test_old_observations_count_less_until_the_subnet_runs_again() -> None:
     assert corrections.snapshot().planned[1, 1] > 2.0
 
 
-def test_relaxing_halves_what_is_slow_and_nothing_else_on_the_log_scale() -> None:
-    corrections = Corrections(TABLE)
-    teach(corrections, 0, 1, 4.0, 0.2, 100)
-    before = corrections.snapshot()
-    corrections.relax()
-    after = corrections.snapshot()
-    np.testing.assert_allclose(after.mean, before.mean**0.5)
-    np.testing.assert_allclose(after.planned, before.planned**0.5)
-    teach(corrections, 1, 1, 0.5, 0.0, 100)
-    before = corrections.snapshot()
-    corrections.relax()
-    assert corrections.snapshot().mean[1, 0] == pytest.approx(before.mean[1, 0], rel=0.05)
-
-
 def test_a_drift_is_logged_once_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     corrections = Corrections(TABLE)
     teach(corrections, 0, 1, 2.0, 0.0, 100)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import sys
 import tracemalloc
+import weakref
+from bisect import insort
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_runners import Echo
+from fake_runners import FOREVER, Echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scheduled import Scheduled
 
-from subnetact.errors import BatchFailed, DeadlinePassed, PolicyError, TraceError
+from subnetact.errors import BatchFailed, DeadlinePassed, InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import (
     Batcher,
@@ -33,7 +36,7 @@ from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
-from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 from subnetact.serving.scheduling.request import Ask, Request
 
 # -- cells that cannot run, or were not measured -----------------------------------------------------
@@ -131,14 +134,6 @@ def kept_bytes(make: Any) -> int:
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-
-
-def test_what_floors_cost_is_kept_once_for_each_accuracy() -> None:
-    dispatcher = dispatcher_of(LatencyTable(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]]))
-    costs: set[float] = set()
-    floors = [60.0 + i / 1000 for i in range(20_000)]
-    assert kept_bytes(lambda: costs.update(map(dispatcher.least_ms, floors))) < 50_000, "not megabytes"
-    assert costs == {1.0, 2.0}
 
 
 def lines_run(call: Any) -> int:
@@ -256,6 +251,32 @@ def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be(
     assert (batch.subnet, size, [request.x for request in batch.part]) == expected
 
 
+@pytest.mark.parametrize("shape", [-1, 2, None, "a", 1.0])
+def test_an_input_of_an_unknown_shape_harms_no_other(shape: Any) -> None:
+    class Unsure(Strings):
+        def shape_of(self, x: str) -> Any:
+            return shape if x == "wrong" else 0
+
+    with Batcher(Unsure(SHORT), policy=SlackFit(LONG, slo_ms=1e5), table=[SHORT, LONG]) as batcher:
+        right = [batcher.submit("before", FOREVER)]
+        with pytest.raises(InvalidRequest, match="shape_of"):
+            batcher.submit("wrong", FOREVER)
+        right.append(batcher.submit("after", FOREVER))
+        assert [future.result(60).output for future in right] == ["before", "after"]
+
+
+def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
+    table = LatencyTable(SHORT.subnets, SHORT.accuracy, (1, 2), [[1.0, 1.5], [9.0, 4.0], [20.0, 20.0]])
+    policy = type("Planned", (), {"table": table, "decide": lambda self, context: (1, 2)})()
+    dispatcher = Dispatcher(policy, [table, table], [0.0], 50.0, "drop", print)
+    request = Request(Ask(100.0, 80.0), 0.0)
+    request.shape = 0
+    dispatcher.queue.push(100.0, request, 80.0)
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    assert batch.subnet == 1
+
+
 def shaped(policy: Any, slo_ms: float) -> Scheduled:
     return Scheduled(policy, [SHORT, LONG], slo_ms=slo_ms, shape_of=Strings().shape_of)
 
@@ -327,3 +348,102 @@ def test_priority_decides_who_misses(rule: str, priority: int, left_out: tuple[i
     assert batch is not None
     assert {request.ask.priority for request in batch.part} == {priority}
     assert (len(dropped), len(dispatcher.deferred)) == left_out
+
+
+DEADLINES = st.integers(0, 20).map(float)
+FLOORS = st.sampled_from([NO_FLOOR, NO_FLOOR, 70.0, 75.0])
+
+
+class QueueModel(RuleBasedStateMachine):
+    """The queue beside a plain sorted list of (deadline, order of arrival, floor)."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = EDFQueue(lambda item: item % 3)
+        self.model = []
+        self.count = 0
+
+    def add(self, deadline, floor):
+        insort(self.model, (deadline, self.count, floor))
+        self.count += 1
+
+    @rule(deadline=DEADLINES, floor=FLOORS)
+    def push(self, deadline, floor):
+        self.queue.push(deadline, self.count, floor)
+        self.add(deadline, floor)
+
+    @rule(entries=st.lists(st.tuples(DEADLINES, FLOORS), min_size=1, max_size=30), ascending=st.booleans())
+    def push_several(self, entries, ascending):
+        for deadline, floor in sorted(entries) if ascending else entries:
+            self.push(deadline, floor)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def take(self, data):
+        k = data.draw(st.integers(1, len(self.model)))
+        items = self.queue.take(k)
+        expected, self.model = self.model[:k], self.model[k:]
+        assert items == [item for _, item, _ in expected]
+
+    @precondition(lambda self: self.model)
+    @rule(k=st.integers(1, 8), accuracy=st.sampled_from([60.0, 70.0, 80.0]))
+    def take_satisfied(self, k, accuracy):
+        items = self.queue.take_satisfied(k, accuracy)
+        expected = [entry for entry in self.model if entry[2] <= accuracy][:k]
+        self.model = [entry for entry in self.model if entry not in expected]
+        assert items == [item for _, item, _ in expected]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data):
+        entry = data.draw(st.sampled_from(self.model))
+        assert self.queue.remove(entry[0], entry[1])
+        assert not self.queue.remove(entry[0], entry[1])
+        self.model.remove(entry)
+
+    @invariant()
+    def agrees(self):
+        assert len(self.queue) == len(self.model)
+        assert self.queue.classes(1, 9) == [(deadline, floor) for deadline, _, floor in self.model[1:9]]
+        assert self.queue.demanding == sum(floor > NO_FLOOR for _, _, floor in self.model)
+        assert self.queue.prioritised == sum(item % 3 != 0 for _, item, _ in self.model)
+        for i, (deadline, _, floor) in enumerate(self.model):
+            assert self.queue.deadline(i) == deadline
+            assert self.queue.floor(i) == floor
+        assert self.queue.deadlines(1, 3) == [deadline for deadline, _, _ in self.model[1::3]]
+
+
+TestQueueModel = QueueModel.TestCase
+TestQueueModel.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_taken_items_are_released():
+    class Input:
+        pass
+
+    queue, x = EDFQueue(), Input()
+    seen = weakref.ref(x)
+    queue.push(1.0, x)
+    for i in range(2000):
+        queue.push(2.0 + i, None)
+    queue.take(1)
+    del x
+    assert seen() is None
+    assert not queue.remove(2.0, "what is not queued")
+    assert not queue.remove(0.0, None)
+    assert len(queue) == 2000
+
+
+def test_long_queues_are_compacted():
+    queue, entry_bytes = EDFQueue(), 3 * 8  # deadline, item and floor
+    tracemalloc.start()
+    try:
+        for block in range(200):
+            for item in range(block * 100, block * 100 + 100):
+                queue.push(float(block), item)
+            queue.take(100 if block % 2 else 99)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 4000 * entry_bytes, "20,000 entries were queued"
+    assert len(queue) == 100

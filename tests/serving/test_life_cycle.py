@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled import Scheduled
+from soak import soak
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung, failure_text
 from subnetact.latency.table import LatencyTable
@@ -458,3 +459,15 @@ def test_a_deferred_request_makes_room_for_a_live_one() -> None:
     assert live.admit("live", 50.0).open
     assert live.ended() == {next(x for x in range(BOUND) if x not in running): DeadlinePassed}
     assert len(live.scheduler) == BOUND
+
+
+def test_every_request_of_a_faulty_day_gets_its_one_outcome() -> None:
+    result = soak(24_000)
+    counters, faults = result["counters"], result["faulty_runs"]
+    assert set(faults) == {"raises", "slow", "hangs", "kills", "memory"}, "every fault was met"
+    assert counters["hung"] >= 4
+    assert counters["died"] >= 8
+    assert counters["revived"] >= 1
+    assert counters["bisected"] >= 10
+    assert counters["cancelled"] >= 50
+    assert counters["met"] > 10_000

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import read_pages
+import torch
 from fake_runners import Sleeping
 from virtual_time import VirtualTime
 
+from subnetact.digits import undistorted_digits
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import HullFit, Pipeline, PipelineModel, Stage, StageModel, plan_pipeline, poisson
-from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.model import StageChoice, estimate_pipeline
 from subnetact.serving.pipelines.pipeline import PipelineStats
 from subnetact.serving.simulation.simulator import simulate
@@ -51,20 +53,6 @@ def gated() -> tuple[Stage, threading.Event]:
 
 
 # -- the graph ---------------------------------------------------------------------------------------
-
-
-def test_the_order_and_the_work_behind_a_stage() -> None:
-    graph = StageGraph({"c": {"a": False, "b": True}, "b": {"a": False}, "a": {}, "d": {"a": True}})
-    assert graph.order.index("a") < graph.order.index("b") < graph.order.index("c")
-    assert set(graph.sinks) == {"c", "d"}
-    work = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
-    assert graph.tails(work) == {"a": 8.0, "b": 4.0, "c": 0.0, "d": 0.0}
-    tables = {name: LatencyTable(["s"], [70.0], [1], [[ms]]) for name, ms in work.items()}
-    least = graph.least_ms(tables, 5.0)
-    assert least == {"a": 5.0, "b": 2.0, "c": 4.0, "d": 8.0}  # a, then c by its edge that every request takes
-    assert graph.reserves(tables, dict.fromkeys(work, 1.0))["a"] == pytest.approx(8 / 9)
-    # the median of 1 and 3, and two full batches
-    assert [expected_work_ms(FAST, inputs) for inputs in (1, 3, 8)] == [2.0, 4.0, 8.0]
 
 
 def test_what_cannot_be_served_is_refused_and_counted() -> None:
@@ -341,3 +329,24 @@ def test_the_simulation_predicts_the_live_percentile() -> None:
         latencies = [future.result(60).latency_ms for future in futures]
     percentile = np.percentile(latencies, 99, method="inverted_cdf")
     assert percentile == pytest.approx(found.percentile_ms(99.0), rel=0.05)
+
+
+def test_a_perfect_detector_finds_every_digit() -> None:
+    pages = read_pages.compose(undistorted_digits()[1], 20, torch.Generator().manual_seed(0))
+    maps = read_pages.maps_of(pages)
+    maps[:, 0] = 20.0 * maps[:, 0] - 10.0
+    counts = set()
+    for image, one, digits in zip(pages.images, maps, pages.digits, strict=True):
+        found = read_pages.cut({"page": image, "find": one})
+        assert sorted(place for _, place in found) == sorted(place for place, _ in digits)
+        for tile, (row, column) in found:
+            assert torch.equal(tile, image[:, row : row + 16, column : column + 16])
+        counts.add(len(digits))
+    assert len(counts) > 5
+
+
+def test_only_digits_in_their_place_and_read_right_count() -> None:
+    digits = [((0, 0), 3), ((40, 20), 7)]
+    assert read_pages.matches([((2, 3), None), ((40, 30), None)], digits) == 1
+    assert read_pages.matches([((2, 3), 3), ((41, 20), 8)], digits) == 1
+    assert read_pages.matches([((41, 20), 7), ((1, 1), 3)], digits) == 2

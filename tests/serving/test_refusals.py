@@ -45,7 +45,7 @@ from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.simulator import WorkerEvent
 from subnetact.serving.simulation.traces import bursty, from_counts, from_timestamps, time_varying
 
-A40 = superserve_a40()
+A40, HUGE = superserve_a40(), 10**400
 OTHER = LatencyTable(["a", "b", "c"], [70.0, 80.0, 90.0], [1, 4], [[1.0, 2.0], [3.0, 6.0], [4.0, 8.0]])
 
 
@@ -61,7 +61,6 @@ class Plain:
         """Accept everything."""
 
     def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
-        """Return the inputs."""
         return inputs
 
 
@@ -71,7 +70,6 @@ class Shaped(Echo):
     samples = ("x", "xxxx")
 
     def shape_of(self, x: str) -> int:
-        """Return the shape of a string."""
         return int(len(x) > 1)
 
 
@@ -115,7 +113,7 @@ BATCHERS = [
     row(lambda: Batcher(Echo()), "policy: none given; give a policy, or a table and slo_ms"),
     row(lambda: Batcher(Echo(), table=TABLE), "a table and slo_ms"),
     row(lambda: Batcher(Echo(), policy=Fixed(TABLE, 0)), "slo_ms: Fixed has none"),
-    *(row(batcher(slo_ms=ms), "slo_ms") for ms in (0.0, -1.0, math.nan, math.inf, "20", [1.0])),
+    *(row(batcher(slo_ms=ms), "slo_ms") for ms in (0.0, -1.0, math.nan, math.inf, HUGE, True, "20", [1.0])),
     *(row(batcher(policy=policy), "policy: ") for policy in ("slackfit", SlackFit, 3, BARE)),
     *(row(batcher(workers=count), "workers") for count in (0, True)),
     *(row(batcher(max_queue=count), "max_queue") for count in (0, 2.5)),
@@ -125,13 +123,14 @@ BATCHERS = [
     row(batcher(Plain(), threads_per_worker=2), "no method enter_worker"),
     row(batcher(Plain(), threads_per_worker=0), "threads_per_worker"),
     row(batcher(Plain(), check_finite=True), "takes no `finite`"),
-    *(row(batcher(watchdog_ms=ms), "watchdog_ms") for ms in (0.0, math.nan)),
+    *(row(batcher(watchdog_ms=ms), "watchdog_ms") for ms in (0.0, math.nan, HUGE, "x")),
     *(row(batcher(process=how), f"process: {how!r}.*spawned") for how in ("fork", 2, None)),
     *(row(batcher(spares=count), "spares") for count in (-1, True)),
     row(batcher(process=True, workers=0), "workers"),
     row(batcher(process=True, threads_per_worker=0), "threads_per_worker"),
-    row(batcher(shares={"a": 1.0}), "shares: expected FairShares"),
-    row(batcher(clock_ms=3.0), "clock_ms"),
+    *(row(batcher(shares=shares), "shares: expected FairShares") for shares in (5, {"a": 1.0})),
+    *(row(batcher(clock_ms=clock), "clock_ms") for clock in (3.0, lambda: math.nan)),
+    *(row(batcher(table=wrong), "LatencyTable", TableError) for wrong in (5, "ab", [5])),
     row(batcher(policy=Preemptive(Fixed(TABLE, 0)), process=True), "use threads"),
     row(batcher(Plain(), policy=Preemptive(Fixed(TABLE, 0))), "Plain has no start"),
     row(batcher(policy=Fixed(TABLE.select([1, 0]), 0)), "profile this engine", ProfileMismatch),
@@ -188,8 +187,10 @@ POLICIES = [
         row(lambda name=name: make_policy(name, UNKNOWN, 36.0), "not known", TableError)
         for name in ("slackfit", "hullfit", "maxbatch", "maxacc", "cheapest", "modelswitching")
     ),
-    row(lambda: FairShares(burst_ms=0), "burst_ms"),
-    *(row(lambda w=w: FairShares(weights={"a": w}), "weight of 'a'") for w in (math.nan, -1.0)),
+    *(row(lambda ms=ms: FairShares(burst_ms=ms), "burst_ms") for ms in (0, HUGE, True, "x")),
+    *(row(lambda w=w: FairShares(weights={"a": w}), "weight of 'a'") for w in (math.nan, -1.0, HUGE, None)),
+    *(row(lambda w=w: FairShares(weights={"a": w}), "weight of 'a'") for w in ("x", 5e-324, 1e308)),
+    *(row(lambda w=w: FairShares(weights=w), "weights") for w in (5, None, {5: 1.0})),
 ]
 UNKNOWN = A40.with_accuracy([math.nan, *A40.accuracy[1:]])
 GOOD = Tenant("first", Echo(), 80.0, TABLE)
@@ -282,7 +283,7 @@ def test_what_cannot_work_is_refused_and_leaves_no_thread(
         ((1, 36.0, None, 1.5), "priority: 1.5 is not an int"),
         ((1, 36.0, None, True), "priority: True is not an int"),
         *(((1, 36.0, None, p), "more than 64 bits") for p in (10**5000, 2**63, -(2**63) - 1)),
-        ((1, 36.0, None, 0, 7), "client"),
+        *(((1, 36.0, None, 0, client), "client") for client in (7, None, [], b"x")),
         ((math.nan, 36.0), "input: not finite"),
     ],
 )
@@ -305,7 +306,6 @@ class Answers:
         self.answers = iter([wrong])
 
     def decide(self, context: Any) -> Any:
-        """Return the next answer."""
         answer = next(self.answers, (np.int64(0), np.int32(1)))
         if isinstance(answer, Exception):
             raise answer

@@ -143,8 +143,8 @@ def test_closing_in_a_callback_does_not_wait_for_the_other_tenants(wait_for: Any
     wait_for(lambda: set(threading.enumerate()) <= before, 60)
 
 
-def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
-    now, started, gate = [0.0], threading.Event(), threading.Event()
+def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker(wait_for: Any) -> None:
+    now, started, gate, before = [0.0], threading.Event(), threading.Event(), set(threading.enumerate())
 
     def hang() -> None:
         started.set()
@@ -162,6 +162,7 @@ def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
     assert waiting.result(0).output == "x"
     assert isinstance(held.exception(0), DeadlinePassed)
     gate.set()
+    wait_for(lambda: set(threading.enumerate()) <= before, 60)
 
 
 def replay(

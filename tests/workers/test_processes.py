@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_runners import TABLE, CommandRunner, TellingRunner, command
-from shared_memory import shared_memory_of
+from elastic_networks import BATCHES, pretrained, supernet_of
+from process_runners import TABLE, CommandRunner, TellingRunner, command, shared_memory_of
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 import subnetact
-from subnetact import Batcher, Engine
+from subnetact import Batcher, Engine, Supernet
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -31,11 +31,13 @@ from subnetact.errors import (
     InvalidRequest,
     MissingFile,
     SpecError,
+    StaleWeights,
     WorkerDied,
     WorkerHung,
 )
 from subnetact.serving import Answer, Fixed
-from subnetact.supernet.supernet import Supernet
+from subnetact.workers import engine_snapshot
+from subnetact.workers.engine_snapshot import EngineSnapshot, unpack
 from subnetact.workers.memory import BatchMemory, SharedMemory
 from subnetact.workers.pool import ProcessPool
 from subnetact.workers.process import WorkerProcess
@@ -99,7 +101,6 @@ def alive(pid: int) -> bool:
 
 
 def workers_of(pid: int) -> set[int]:
-    """Return the worker processes whose parent is a process."""
     states = {int(folder.name): state_of(folder.name) for folder in Path("/proc").glob("[0-9]*")}
     return {
         worker
@@ -526,3 +527,70 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_memory_that_there_is_no_room_for_is_an_error() -> None:
     with pytest.raises(MemoryError, match="no room for"):
         SharedMemory(2**60)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    supernet = supernet_of(pretrained())
+    supernet.adopt_statistics()
+    return Engine(supernet, [supernet.space.largest()], example=BATCHES[0][:1], memory_budget_mb=0)
+
+
+def during_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[], Any]) -> None:
+    """Let another thread change the weights when a storage is about to be copied."""
+    place = engine_snapshot._storage
+
+    def placed(*args: Any) -> Any:
+        change()
+        return place(*args)
+
+    monkeypatch.setattr(engine_snapshot, "_storage", placed)
+
+
+def bias(supernet: Supernet) -> torch.nn.Parameter:
+    return supernet.network[0].bias  # type: ignore[no-any-return, index, union-attr]
+
+
+def test_blueprints_of_one_supernet_share_its_memory(engine: Engine) -> None:
+    other = Engine(engine.supernet, engine.specs, example=BATCHES[0][:1], memory_budget_mb=0)
+    first = EngineSnapshot(engine)
+    _, states = first.package()
+    moved = engine.supernet.generation.number
+    second = EngineSnapshot(other)
+    assert engine.supernet.generation.number == moved
+    assert first.is_current(states)
+    for one in (first, second):
+        runner, _, (supernet,) = unpack(one.package()[0])
+        with torch.no_grad():
+            bias(engine.supernet).add_(1)
+        assert torch.equal(bias(supernet), bias(engine.supernet))
+        assert torch.equal(runner(BATCHES[0], 0), engine(BATCHES[0], 0))
+
+
+def test_a_change_while_weights_are_copied_is_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, changes = bias(engine.supernet).detach() + 3, iter(range(3))
+
+    @torch.no_grad()
+    def change() -> None:
+        if next(changes, None) is not None:
+            bias(engine.supernet).add_(1)
+
+    during_copies(monkeypatch, change)
+    _, _, (supernet,) = unpack(EngineSnapshot(engine).package()[0])
+    assert torch.equal(bias(engine.supernet), expected)
+    assert torch.equal(bias(supernet), expected)
+
+
+def test_weights_that_change_all_the_time_are_left_where_they_are(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = engine.supernet.generation.number
+
+    @torch.no_grad()
+    def change() -> None:
+        bias(engine.supernet).add_(1)
+
+    during_copies(monkeypatch, change)
+    with pytest.raises(StaleWeights, match="between two steps of the training"):
+        EngineSnapshot(engine)
+    assert engine.supernet.generation.number == number
