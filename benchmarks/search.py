@@ -1,23 +1,18 @@
-"""Measures the search, the cost model and the latency predictor.
+"""Measures the search.
 
   truth     measures the true accuracy of all 864 subnets of the digits supernet, each one calibrated; the
             accuracies are kept in results/search_digits_accuracy.json, and an unfinished file is continued
   digits    compares the fronts that evolution and random search find with a tenth of these evaluations
             with the front of all subnets
-  precision compares the Pareto front of the digits supernet with and without int8 subnets, on this machine
   families  compares evolution with random search on large spaces, with made-up accuracies and latencies
-  costs     measures how many subnets per second the cost model counts, and torch's FlopCounterMode
-  latency   fits the latency predictor to subnets that are measured on this machine
 
-`--report` draws the plots and writes the page results/search.md. What was measured once, the surrogate, few
-evaluations, the winner's curse and accuracy predictors, is in results/trials.json.
+`--report` draws the plot and writes the page results/search.md. What was measured once, the surrogate, few
+evaluations, the winner's curse, the cost model and the predictors, is in results/trials.json.
 """
 
 from __future__ import annotations
 
 import json
-import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from harness import RESULTS, Run, options_of, run, table
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import subnetact
@@ -172,75 +166,6 @@ def digits(this: Run) -> dict[str, Any]:
     return result
 
 
-def precision(this: Run) -> dict[str, Any]:
-    """Compare the fronts of true accuracy and measured latency with and without an axis of precisions.
-
-    The candidates are the front of true accuracy and multiply-accumulates, at both precisions.
-    """
-    supernet, accuracy, macs, _ = true_digits(this.args.truth)
-    chosen = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
-    space = supernet.enable_precision("int8")
-    specs = [space.at_precision(spec, name) for spec in chosen for name in ("float32", "int8")]
-    training, held_out = undistorted_digits()
-    generator = torch.Generator().manual_seed(0)
-    pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
-    generator = torch.Generator().manual_seed(1)
-    loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
-    subnetact.calibrate(supernet, specs, pool)
-    percent = subnetact.evaluate(supernet, specs, loader)
-    engine = subnetact.Engine(
-        supernet,
-        specs,
-        example=torch.zeros(1, 1, SIDE, SIDE),
-        memory_budget_mb=512.0,
-        allow_uncalibrated=True,  # Latencies do not depend on the statistics.
-    )
-    for i in range(len(specs)):
-        engine.pin(i)
-    table = subnetact.profile_latency(
-        engine, batch_sizes=this.args.batch, windows=3, max_windows=3, min_time_ms=30.0
-    )
-    differences = [b - a for a, b in zip(percent[::2], percent[1::2], strict=True)]
-    return {
-        "subnets": len(chosen),
-        "int8_accuracy_minus_float32": {
-            "mean": float(np.mean(differences)),
-            "lowest": min(differences),
-            "highest": max(differences),
-        },
-        "accuracy": {"float32": percent[::2], "int8": percent[1::2]},
-        "fronts": [
-            {"batch": size, **fronts_of(specs, percent, [float(ms) for ms in table.latency_ms[:, column]])}
-            for column, size in enumerate(table.batch_sizes)
-        ],
-    }
-
-
-def fronts_of(
-    specs: Sequence[SubnetSpec], percent: Sequence[float], milliseconds: Sequence[float]
-) -> dict[str, Any]:
-    """Compare the front of subnets at float32 and int8 with the front of those at float32 alone."""
-    found: list[dict[str, Any]] = [
-        {"key": spec.key, "precision": spec.precision, "accuracy": one, "ms": ms}
-        for spec, one, ms in zip(specs, percent, milliseconds, strict=True)
-    ]
-    exact = [one for one in found if one["precision"] == "float32"]
-    reference = min(percent), max(milliseconds)
-
-    def front(among: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return pareto_front(among, cost=lambda one: one["ms"], gain=lambda one: one["accuracy"])
-
-    def volume(among: list[dict[str, Any]]) -> float:
-        return hypervolume([(one["accuracy"], one["ms"]) for one in front(among)], reference)
-
-    return {
-        "int8_on_the_front": sum(one["precision"] == "int8" for one in front(found)),
-        "front": front(found),
-        "front_float32": front(exact),
-        "hypervolume_with_over_without": volume(found) / volume(exact),
-    }
-
-
 def made_up_accuracy(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     """Return a made-up accuracy: a saturating function of depth, widths and kernels, block by block.
 
@@ -298,114 +223,13 @@ def families(this: Run) -> dict[str, Any]:
     return result
 
 
-def costs(_: Run) -> dict[str, Any]:
-    """Measure how many subnets not seen before are counted per second of processor time.
-
-    The cost model is compared with torch's FlopCounterMode around a forward pass over meta tensors.
-    """
-    result: dict[str, Any] = {}
-    for family in FAMILIES:
-        supernet = load(family)
-        started = time.process_time()
-        model = CostModel(supernet, torch.empty(1, 3, 224, 224))
-        set_up = time.process_time() - started
-        specs = supernet.space.sample(0, 2000)
-        started = time.process_time()
-        for spec in specs:
-            model(spec)
-        result[family] = {
-            "set_up_s": set_up,
-            "subnets_per_s": len(specs) / (time.process_time() - started),
-        }
-        supernet.to("meta").eval()
-        x, some = torch.empty(1, 3, 224, 224, device="meta"), specs[:40]
-        started = time.process_time()
-        for spec in some:
-            with torch.inference_mode(), FlopCounterMode(display=False):
-                supernet(x, subnet=spec)
-        result[family]["flop_counter_subnets_per_s"] = len(some) / (time.process_time() - started)
-        print(family, result[family])
-    return result
-
-
-def latency(_: Run) -> dict[str, Any]:
-    """Fit the latency predictor to subnets measured here."""
-    supernet, shape = load_digits_supernet(), (1, SIDE, SIDE)
-    specs = supernet.space.sample(0, 48)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, *shape), allow_uncalibrated=True)
-        table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, windows=5)
-    model = CostModel(supernet, torch.empty(1, *shape))
-    result: dict[str, Any] = {"subnets": len(specs)}
-    for column, batch_size in enumerate(table.batch_sizes):
-        predictor = subnetact.nas.LatencyPredictor.fit(model, specs, table.latency_ms[:, column], batch_size)
-        result[f"digits, batch {batch_size}"] = vars(predictor.error)
-        print(f"batch {batch_size}: {predictor.error}")
-    return result
-
-
 def report(result: dict[str, Any]) -> list[str]:
     """Draw the plots, and return the lines of results/search.md."""
     lines = []
     if "digits" in result and "families" in result:
         plot(result)
         lines += fronts(result)
-    if "latency" in result:
-        lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
-        rows = [
-            [
-                name,
-                f"{e['mean_percent']:.1f} %",
-                f"{e['worst_percent']:.1f} %",
-                f"{e['rank_correlation']:.3f}",
-            ]
-            for name, e in result["latency"].items()
-            if isinstance(e, dict) and "mean_percent" in e
-        ]
-        lines += table(["", "off on average", "at worst", "rank correlation"], rows)
-    if "precision" in result:
-        lines += precisions(result["precision"])
-    if "costs" in result:
-        on = result["costs"]["machine"]["device_name"]
-        lines += ["", f"**Costs** of subnets not seen before, {on}, one thread, processor time:", ""]
-        head = ["", "construction, s", "subnets per second", "by `FlopCounterMode` around a forward pass"]
-        rows = []
-        for family in FAMILIES:
-            c = result["costs"][family]
-            rates = f"{c['subnets_per_s']:,.0f}", f"{c['flop_counter_subnets_per_s']:.0f}"
-            rows.append([family, f"{c['set_up_s']:.1f}", *rates])
-        lines += table(head, rows)
     return lines
-
-
-def precisions(found: dict[str, Any]) -> list[str]:
-    """Return what the axis of precisions brings on the digits, as lines of Markdown."""
-    off = found["int8_accuracy_minus_float32"]
-    on = found["machine"]
-    lines = [
-        "",
-        f"**Precision**, the {found['subnets']} digits subnets on the front of accuracy and MACs: at int8, "
-        f"their accuracy is {off['mean']:+.2f} points from that at float32 on average "
-        f"({off['lowest']:+.2f} to {off['highest']:+.2f}).",
-    ]
-    if not found["fronts"]:
-        return lines
-    plot_precision(found)
-    rows = []
-    for one in found["fronts"]:
-        relative = f"{one['hypervolume_with_over_without']:.3f}"
-        rows.append([one["batch"], len(one["front"]), one["int8_on_the_front"], relative])
-    return [
-        *lines,
-        "",
-        f"Latency measured on {on['device_name']}, {on['threads']} thread(s), all subnets fused. The front "
-        "of both precisions compared with the front of float32 alone:",
-        "",
-        *table(["batch size", "subnets on the front", "of these at int8", "hypervolume, relative"], rows),
-        "",
-        "![Fronts with and without int8](search_precision.png)",
-    ]
 
 
 def fronts(result: dict[str, Any]) -> list[str]:
@@ -467,39 +291,12 @@ def plot(result: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def plot_precision(result: dict[str, Any]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    count = len(result["fronts"])
-    figure, axes = plt.subplots(
-        1, count, figsize=(6 * count, 4.2), constrained_layout=True, sharey=True, squeeze=False
-    )
-    for axis, found in zip(axes[0], result["fronts"], strict=True):
-        for name, key, colour in (
-            ("float32 only", "front_float32", "tab:gray"),
-            ("float32 and int8", "front", "tab:blue"),
-        ):
-            points = [(one["ms"], one["accuracy"]) for one in found[key]]
-            axis.step(*zip(*points, strict=True), where="post", color=colour, label=name)
-        low = [(one["ms"], one["accuracy"]) for one in found["front"] if one["precision"] == "int8"]
-        axis.plot([x for x, _ in low], [y for _, y in low], "o", color="tab:blue", markersize=4, label="int8")
-        axis.set(xlabel=f"ms for a batch of {found['batch']}", ylabel="true accuracy (%)")
-        axis.set_title(f"digits, {result['machine']['device_name']}", fontsize=10)
-        axis.legend()
-    figure.savefig(RESULTS / "search_precision.png", dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
-    parts = {each.__name__: each for each in (truth, digits, precision, families, costs, latency)}
+    parts = {each.__name__: each for each in (truth, digits, families)}
     parser = options_of(__doc__, "search", parts)
     add = parser.add_argument
     add("--truth", type=Path, default=TRUTH, help="file of the true accuracies")
     add("--evaluations", type=int, default=1000, help="per search of a large space")
-    add("--batch", type=int, nargs="+", default=[8, 64], help="the batch sizes of part precision")
     add("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
     run(parser, "search", parts, report)
 
