@@ -1,16 +1,14 @@
-"""Measures exports: agreement with the supernet, size, load time, memory, switching in C++.
+"""Measures TorchScript files: agreement with the supernet, size, load time, memory, switching in C++.
 
-    python benchmarks/export.py [--only torchscript formats] [--families ...] [--full]
+    python benchmarks/export.py [--families ...] [--full]
     python benchmarks/export.py --report
 
-torchscript: outputs are compared before saving and after loading. A separate process loads the file after it
-has loaded a file whose network is the identity; its resident memory is what it has allocated, without pages
-of libraries. `resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB per operation
-of every class. The programs of `examples/cpp` are built and run (g++, cmake, ninja).
-formats: the same for the format with one program per subnet, ONNX, in a fresh process that has imported torch
-and onnxruntime and has run a convolution. Earlier rows are of formats that are gone.
-How long one subnet takes by other routes is measured by `runtimes.py`, and was here (`routes` in
-results/trials.json).
+Outputs are compared before saving and after loading. A separate process loads the file after it has loaded a
+file whose network is the identity; its resident memory is what it has allocated, without pages of libraries.
+`resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB per operation of every
+class. The programs of `examples/cpp` are built and run (g++, cmake, ninja). How long one subnet takes by
+other routes is measured by `runtimes.py`; formats with one program per subnet are `programs_per_subnet` in
+results/trials.json.
 
 Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
 for the family, else random. `--full` adds ofa_resnet50 at its full size.
@@ -18,18 +16,13 @@ for the family, else random. `--full` adds ofa_resnet50 at its full size.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +35,7 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
-from subnetact.export import to_onnx, to_torchscript
+from subnetact.export import to_torchscript
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -201,104 +194,6 @@ def torchscript(
     }
 
 
-# -- one program per subnet ---------------------------------------------------------------------------
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-
-
-def batch_of(example: Tensor, size: int) -> Tensor:
-    """Return a batch of `size` different inputs with the example's shape and dtype."""
-    if example.is_floating_point():
-        return torch.randn(size, *example.shape, generator=torch.Generator().manual_seed(size))
-    return torch.stack([example.roll(i) for i in range(size)])
-
-
-def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dynamic: bool = True) -> float:
-    """Return the largest difference from eager outputs, relative to the largest eager output."""
-    worst = 0.0
-    for i, spec in enumerate(engine.specs):
-        for size in BATCHES if dynamic else (1,):
-            x = batch_of(engine.sample, size)
-            with torch.inference_mode():
-                want = engine.supernet(x, subnet=spec)
-            worst = max(worst, float((run(i, x) - want).abs().max() / want.abs().max()))
-    return worst
-
-
-def fresh(folder: Path) -> dict[str, float]:
-    """Load and run an exported folder in a separate process, and return its figures."""
-    command = [sys.executable, __file__, "--load", str(folder)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def measurement(engine: subnetact.Engine, folder: Path, worst: float, pattern: str) -> dict[str, Any]:
-    files = len(list(folder.glob(pattern)))
-    return {
-        "subnets": len(engine),
-        "bit_equal": worst == 0.0,
-        "largest_relative_difference": worst,
-        "program_files": files,
-        "weights_stored": "per subnet",
-        "dynamic_subnet": False,
-        "dynamic_batch": True,
-        "bytes": folder_bytes(folder),
-        "bytes_of_weights": weight_bytes(engine.supernet),
-        **fresh(folder),
-    }
-
-
-def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
-    import onnxruntime
-
-    to_onnx(engine, folder)
-    sessions = [
-        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", providers=CPU_ONLY)
-        for i in range(len(engine))
-    ]
-    worst = agreement(engine, lambda i, x: torch.from_numpy(sessions[i].run(None, {"input": x.numpy()})[0]))
-    return measurement(engine, folder, worst, "*.onnx")
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process, without freed memory that the allocator keeps."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def load_and_measure(folder: Path) -> dict[str, float]:
-    """Run in the fresh process: return the load time in ms and the growth of resident memory in MiB."""
-    torch.set_num_threads(1)
-    facts = json.loads((folder / "export.json").read_text())
-    dtype, shape = facts["sample"]
-    x = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    torch.conv2d(torch.zeros(1, 8, 64, 64), torch.zeros(8, 8, 3, 3))
-    before = resident_bytes()
-    start = time.perf_counter()
-    runs = [
-        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", options, providers=CPU_ONLY)
-        for i in range(len(facts["subnets"]))
-    ]
-    calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
-    load_ms = (time.perf_counter() - start) * 1e3
-    after = resident_bytes()
-    for call in calls:
-        call()
-    return {
-        "load_ms": round(load_ms, 1),
-        "resident_MiB_loaded": round((after - before) / MIB, 1),
-        "resident_MiB_after_runs": round((resident_bytes() - before) / MIB, 1),
-    }
-
-
 # -- parts and page ----------------------------------------------------------------------------------
 
 
@@ -326,56 +221,34 @@ def torchscript_part(this: Run) -> dict[str, Any]:
     return found
 
 
-def formats_part(this: Run) -> dict[str, Any]:
-    rows = [row for row in this.known.get("formats", {}).get("rows", ()) if row["format"] != "ONNX"]
-    for family, size in sized(this):
-        torch.manual_seed(0)
-        full = size == "full"
-        supernet = load(family).eval() if full else small_supernet(family)
-        example = torch.randn(1, 3, 224, 224) if full else next(iter(small_inputs(family).values()))[:1]
-        specs = supernet.space.sample(0, 3 if full else 2)
-        engine = subnetact.Engine(supernet, specs, example=example, allow_uncalibrated=True)
-        with tempfile.TemporaryDirectory() as folder:
-            facts = onnx(engine, Path(folder) / "export")
-        rows.append({"family": family, "size": size, "format": "ONNX", **facts})
-    return {"rows": rows}
-
-
 def report(known: dict[str, Any]) -> list[str]:
     on = known["torchscript"]["machine"]
-    head = ["format", "family", "subnets", "difference from eager", "files, weights stored"]
-    head += ["any subnet / any batch size in one file", "MiB, relative to weights + statistics", "load ms"]
     rows = []
-    for row in [*known["torchscript"]["rows"], *known["formats"]["rows"]]:
-        share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
+    for row in known["torchscript"]["rows"]:
+        share = row["bytes"] / (row["bytes_of_weights"] + row["bytes_of_norm_table"])
         rows.append(
             [
-                row["format"],
                 row["family"] + (" (full size)" if row["size"] == "full" else ""),
                 row["subnets"],
                 "none" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}",
-                f"{row['program_files']}, {row['weights_stored']}",
-                " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch")),
                 f"{row['bytes'] / MIB:.1f}, {share:.2f}x",
                 f"{row['load_ms']:.0f}",
             ]
         )
+    head = ["family", "subnets", "difference from eager", "MiB, relative to weights + statistics", "load ms"]
     where = f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}; relative differences."
     return [where, "", *table(head, rows)]
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--load"]:  # the fresh process of `fresh`
-        print(json.dumps(load_and_measure(Path(sys.argv[2]))))
-        return
-    parts = {"torchscript": torchscript_part, "formats": formats_part}
+    parts = {"torchscript": torchscript_part}
     parser = options_of(__doc__, "export", parts)
     parser.add_argument("--families", nargs="*", default=list(families()))
     parser.add_argument("--subnets", type=int, default=50, help="of a TorchScript file")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--image-size", type=int, default=96, help="of TorchScript at full size")
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-    run(parser, "export", parts, report, ["onnxruntime"])
+    run(parser, "export", parts, report)
 
 
 if __name__ == "__main__":
