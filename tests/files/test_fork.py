@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
-PREPARED = """
+SCRIPT = """
 import os, signal, sys, threading, warnings
 sys.path.insert(0, "tests")
 warnings.simplefilter("ignore")
@@ -49,8 +49,14 @@ def hold(*locks):
         lock.acquire()
     inside.set()
     ends.wait()
-"""
-ACTS = """
+    for lock in locks:
+        lock.release()
+
+def exchange():
+    with supernet.generation.lock:
+        supernet.generation.begin_exchange()
+        hold()
+
 acts = {
     "cached view": lambda: supernet.subnet(specs[0])(x),
     "new view": lambda: supernet.private_view(specs[1])[0](x),
@@ -61,12 +67,22 @@ acts = {
     "engine": lambda: engine(x, subnet=0),
     "pin": lambda: engine.pin(1),
 }
+for target, locks in ((hold, list(fork._locks)), (exchange, [])):
+    thread = threading.Thread(target=target, args=locks, daemon=True)
+    thread.start()
+    inside.wait()
+    for act in acts.values():
+        print(in_child(lambda: act() is not None and "works"))
+    ends.set()
+    if target is hold:
+        thread.join()
+        inside.clear(), ends.clear()
 """
 
 
-def run(script: str) -> str:
+def test_a_child_works_whatever_locks_were_held_and_refuses_weights_that_were_being_loaded() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", SCRIPT],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         capture_output=True,
@@ -74,35 +90,7 @@ def run(script: str) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_a_child_works_whatever_locks_another_thread_held() -> None:
-    script = """
-thread = threading.Thread(target=hold, args=list(fork._locks), daemon=True)
-thread.start()
-inside.wait()
-for name, act in acts.items():
-    print(name, in_child(lambda: act() is not None and "works"))
-ends.set()
-"""
-    said = run(PREPARED + ACTS + script).splitlines()
-    assert [line.split()[-1] for line in said] == ["works"] * 8, said
-
-
-def test_a_child_of_a_process_that_was_loading_refuses_half_loaded_weights() -> None:
-    script = """
-def exchange():
-    with supernet.generation.lock:
-        supernet.generation.begin_exchange()
-        hold()
-
-threading.Thread(target=exchange, daemon=True).start()
-inside.wait()
-for name, act in acts.items():
-    print(name, in_child(lambda: act() is not None and "works"))
-ends.set()
-"""
-    said = run(PREPARED + ACTS + script).splitlines()
-    assert len(said) == 8
-    assert [line for line in said if "StaleWeights: this process was forked" not in line] == []
+    said = done.stdout.splitlines()
+    assert said[:8] == ["works"] * 8
+    assert len(said) == 16
+    assert [line for line in said[8:] if "StaleWeights: this process was forked" not in line] == []
