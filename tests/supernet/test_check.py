@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from seeded_models import FusedAttention
-from small_families import WITHOUT_GOLDEN, small_inputs, small_supernet
+from small_families import small_inputs, small_supernet
 from small_spaces import space_of
 from torch import Tensor, nn
 from written_networks import Written
 
 from subnetact import Supernet, insert_
-from subnetact.digits import load_digits_supernet
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import (
     ElasticAttribute,
@@ -268,14 +267,9 @@ def test_the_copy_of_a_network_shares_what_its_hooks_belong_to_and_disturbs_no_r
     assert meter.calls > before
 
 
-@pytest.mark.parametrize(
-    "family", ["autoformer", "dynabert", "ofa_mbv3", "ofa_resnet50", *WITHOUT_GOLDEN, "digits"]
-)
+@pytest.mark.parametrize("family", ["autoformer", "dynabert", "ofa_mbv3", "us_mobilenet_v2"])
 def test_the_families_pass(family: str) -> None:
-    supernet = load_digits_supernet() if family == "digits" else small_supernet(family)
-    x: Any = {"x": torch.zeros(1, 1, 16, 16)} if family == "digits" else small_inputs(family, 1)
-    report = supernet.check(x)
-    assert len(report.compared) >= (0 if family in ("slimmable_resnet50", "hydravit") else 1), report
+    assert small_supernet(family).check(small_inputs(family, 1)).compared
 
 
 class LastRows(WeightSlice):

@@ -23,7 +23,7 @@ from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch reads .grad of slices
-SUBNETS = 12
+SUBNETS = 10
 
 
 class Counter:
@@ -58,7 +58,7 @@ def call(supernet: Supernet, x: Tensor, subnet: SubnetSpec) -> Any:
 
 
 def supernet_of() -> Supernet:
-    """Return a supernet of twelve widths."""
+    """Return a supernet of more widths than torch compiles again before it gives up."""
     network = nn.Sequential(nn.Linear(6, 1 + SUBNETS), nn.BatchNorm1d(1 + SUBNETS), nn.Linear(1 + SUBNETS, 5))
     operators = {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")}
     operators["1"] = SubnetNorm.on(channels="w")
@@ -67,7 +67,7 @@ def supernet_of() -> Supernet:
 
 @pytest.mark.parametrize(("way", "training"), [("wrapped", True), ("in place", False), ("inside", False)])
 def test_every_subnet_of_every_supernet_is_compiled(way: str, training: bool) -> None:
-    for _ in range(3):
+    for _ in range(2):
         supernet, counter = supernet_of().train(training), Counter()
         twin = copy.deepcopy(supernet)
         compiled: Any = supernet

@@ -8,7 +8,7 @@ import pytest
 from weight_doors import Images
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-SEEDS = range(8)
+SEEDS = range(6)
 STEPS = 14
 
 
