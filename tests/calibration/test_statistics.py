@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from subnetact import Engine, Supernet, calibrate, from_pretrained
 from subnetact.engine import EngineConfig
-from subnetact.errors import EngineError, NotCalibrated, SpecError, StaleWeights, UncalibratedSubnetWarning
+from subnetact.errors import EngineError, NotCalibrated, SpecError, UncalibratedSubnetWarning
 from subnetact.export import to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.supernet import NormTable
@@ -80,68 +80,7 @@ def test_adopted_statistics_are_a_row_of_their_own() -> None:
     assert torch.equal(supernet(BATCHES[0], subnet=largest), before)
 
 
-def unseen(supernet: Supernet) -> None:
-    for parameter in supernet.parameters():
-        parameter.data.mul_(3)
-    supernet.refresh()
-
-
-def replaced(supernet: Supernet) -> None:
-    supernet.network[3].weight = nn.Parameter(3 * supernet.network[3].weight.detach())
-
-
-DOORS: dict[str, Callable[[Supernet], Any]] = {
-    "unseen": unseen,
-    "replaced": replaced,
-    "in place": lambda s: torch.no_grad()(s.network[3].weight.mul_)(3),
-    "loaded": lambda s: s.load_state_dict({name: 3 * tensor for name, tensor in s.state_dict().items()}),
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_changed_weights_get_statistics_of_their_own(door: str) -> None:
-    supernet = supernet_of(pretrained())
-    largest = supernet.space.largest()
-    assert supernet.has_original_statistics()
-    DOORS[door](supernet)
-    assert not supernet.has_original_statistics()
-    assert not calibrate(supernet, [largest], BATCHES, progress=False).adopted
-    parts = [F.conv2d(x, supernet.network[0].weight, supernet.network[0].bias) for x in BATCHES]
-    mean, var = supernet.statistics(largest)["1"]
-    torch.testing.assert_close(mean, torch.cat(parts).mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
-    variances = [part.var((0, 2, 3), unbiased=False) for part in parts]
-    torch.testing.assert_close(var, torch.stack(variances).mean(0), rtol=1e-3, atol=1e-4)
-
-
-def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
-    supernet = supernet_of(pretrained())
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-
-    def batches() -> Iterator[torch.Tensor]:
-        yield BATCHES[0]
-        supernet.train()
-        supernet(BATCHES[1])
-        supernet.eval()
-        yield BATCHES[2]
-
-    with pytest.raises(StaleWeights, match="by training"):
-        calibrate(supernet, specs, batches(), progress=False)
-    assert len(supernet.norms) == 0
-    assert not calibrate(supernet, specs, batches(), progress=False).adopted  # It changes no weights.
-
-
-def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
-    supernet, other = supernet_of(pretrained()), pretrained(seed=1)
-    supernet.adopt_statistics()
-    supernet.load_state_dict(other.state_dict())
-    x = torch.cat(BATCHES)
-    y = supernet(x, subnet=supernet.space.largest())
-    torch.testing.assert_close(y, other(x), rtol=0, atol=5e-5)
-
-
 X = BATCHES[0]
-
-
 OTHER = pretrained(seed=1).state_dict()
 
 

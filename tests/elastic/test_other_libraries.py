@@ -325,9 +325,9 @@ def speech_to_text(_: str) -> None:
 TABLE: list[tuple[Callable[..., None], list[str]]] = [
     # what users do, and to which models
     (features_only, list(TIMM)),
-    (intermediates, list(TIMM)),
-    (features_and_head, list(TIMM)),
-    (new_head, list(TIMM)),
+    (intermediates, ["test_resnet", "test_vit"]),
+    (features_and_head, ["test_convnext", "swin_tiny_patch4_window7_224"]),
+    (new_head, ["test_efficientnet", "test_vit", "regnetx_002"]),
     (feature_maps, list(BACKBONES)),
     (maps_in_place, [name for name in BACKBONES if name != "SwinConfig"]),  # whose blocks return tuples
     (saved_backbone, ["BeitConfig"]),

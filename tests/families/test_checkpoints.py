@@ -209,9 +209,8 @@ def test_foreign_tensors_are_refused(family: str) -> None:
             load(family, empty, **small_constructor(family))
 
 
-@pytest.mark.parametrize("family", families())
-def test_truncated_files_are_refused(family: str, tmp_path: Path, small: Any) -> None:
-    path = tmp_path / "checkpoint.pth"
+def test_truncated_files_are_refused(tmp_path: Path, small: Any) -> None:
+    family, path = "ofa_mbv3", tmp_path / "checkpoint.pth"
     torch.save({"state_dict": small(family).state_dict()}, path)
     whole = path.read_bytes()
     for cut in (0, 100, len(whole) // 2, len(whole) - 50):

@@ -56,11 +56,11 @@ def reference(s: dict[str, Tensor], heads: int, x: Tensor) -> Tensor:
 X = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
 
 
-def test_all_ten_subnets_equal_the_reference() -> None:
+def test_subnets_equal_the_reference() -> None:
     weights = network().state_dict()
     supernet = load("hydravit", weights)
     outputs = []
-    for heads in range(3, 13):
+    for heads in (3, 4, 7, 12):
         spec = supernet.space.parse({"heads": heads})
         expected = reference(weights, heads, X)
         with torch.no_grad():

@@ -113,7 +113,7 @@ def published(family: str) -> SubnetSpace:
 
 
 @pytest.mark.parametrize("family", families())
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(0, 10**9))
 def test_random_configurations_round_trip(family: str, seed: int) -> None:
     space = published(family)
@@ -172,7 +172,7 @@ def legal_values(family: str, space: SubnetSpace, key: str, axis: str, i: int, c
 
 
 @pytest.mark.parametrize("family", families())
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_illegal_values_are_refused_by_axis_and_choices(family: str, data: st.DataObject) -> None:
     space = published(family)

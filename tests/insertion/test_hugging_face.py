@@ -70,6 +70,16 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
     assert subnet.config.intermediate_size == small.config.intermediate_size
 
 
+@pytest.mark.parametrize(("depth", "counts"), [([1.0, 0.5], (2, 1)), ([0.5, 1.0], (1, 2))])
+def test_layers_that_a_decoder_skips_are_its_own(depth: list[float], counts: tuple[int, int]) -> None:
+    supernet = supernet_of("BartForConditionalGeneration", "BartConfig", **BART)
+    subnet = extracted(supernet, depth=depth)
+    small = subnetact.insertion.as_pretrained(subnet, TOKENS)
+    assert (small.config.encoder_layers, small.config.decoder_layers) == counts
+    with torch.no_grad():
+        torch.testing.assert_close(small(**TOKENS).logits, subnet(**TOKENS).logits, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("names", "choices", "message"),
     [

@@ -302,33 +302,20 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
         "rows are off by one at the size in the middle": ("0", off_by_one_at(12)),
         "rows are off by one if a layer has 8 outputs and 12 inputs": ("2", off_by_one_at(8, 12)),
     },
-    "group normed": {
-        "the number of groups stays": ("1", stays("num_groups"), "attributes"),
-    },
+    "group normed": {"the number of groups stays": ("1", stays("num_groups"), "attributes")},
     "residual": {
         "the last filters are kept": ("2.conv1", shifted(LAST, "weight")),
         "scales of a BatchNorm are off by one": ("1", shifted(1, "weight")),
         "statistics are those of the last channels": ("2.bn1", last_statistics, "shared_statistics"),
         "mean and variance are exchanged": ("2.bn2", exchanged_statistics, "shared_statistics"),
     },
-    "concatenation": {
-        "statistics of segments are those of the first channels": ("bn", first_channels, "gather"),
-    },
+    "concatenation": {"statistics of segments are the first": ("bn", first_channels, "gather")},
     "fused attention": {
         "the first rows are kept in place of those of every segment": (
             "attention.qkv",
             narrowed(lambda weight, full: full[: len(weight)]),
         ),
         "the number of heads stays": ("attention", stays("num_heads"), "attributes"),
-    },
-    "grouped queries": {
-        "keys are those of the last heads": ("attention.k", shifted(LAST, "weight", "bias")),
-    },
-    "gated": {
-        "the rows of the value are off by one": (
-            "up",
-            narrowed(lambda w, full: torch.cat([w[: len(w) // 2], full[17 : 17 + len(w) // 2]])),
-        )
     },
     "grouped": {
         "a part of every group is kept in place of whole groups": ("5", narrowed(part_of_every_group)),
@@ -339,7 +326,6 @@ IN_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
         "the number of heads stays": ("attention", stays("num_heads"), "attributes"),
         "the token is off by one": ("", shifted(1, "token", axis=2)),
     },
-    "sequence": {},
     "normalised": {
         "the scale of a LayerNorm is off by one": ("norm1", shifted(1, "weight")),
         "the shift of a LayerNorm is forgotten": ("norm1", without_bias),

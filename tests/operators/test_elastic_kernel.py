@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -103,17 +101,3 @@ def test_training_steps_reach_the_weight_and_the_matrices() -> None:
         torch.testing.assert_close(supernet(X[:, :4], subnet=spec), supernet.extract(spec)(X[:, :4]))
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
-
-
-def test_copies_moves_and_pickles() -> None:
-    supernet = make()
-    spec, x = supernet.space.spec(width=4, kernel=3), X[:, :4]
-    expected = supernet.subnet(spec)(x)
-    for copied in (copy.deepcopy(supernet), pickle.loads(pickle.dumps(supernet))):
-        torch.testing.assert_close(copied(x, subnet=spec), expected)
-        with torch.no_grad():
-            copied.network[0].get_parameter("weight").zero_()
-        assert copied(x, subnet=spec).abs().sum() == 0
-        torch.testing.assert_close(supernet(x, subnet=spec), expected)
-    double = supernet.double()
-    torch.testing.assert_close(double(x.double(), subnet=spec).float(), expected, atol=1e-5, rtol=1e-5)
