@@ -70,9 +70,10 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
     assert subnet.config.intermediate_size == small.config.intermediate_size
 
 
-@pytest.mark.parametrize(("depth", "counts"), [([1.0, 0.5], (2, 1)), ([0.5, 1.0], (1, 2))])
+@pytest.mark.parametrize(("depth", "counts"), [([1.0, 0.5], (4, 2)), ([0.5, 1.0], (2, 4))])
 def test_layers_that_a_decoder_skips_are_its_own(depth: list[float], counts: tuple[int, int]) -> None:
-    supernet = supernet_of("BartForConditionalGeneration", "BartConfig", **BART)
+    layers = {"encoder_layers": 4, "decoder_layers": 4}
+    supernet = supernet_of("BartForConditionalGeneration", "BartConfig", **{**BART, **layers})
     subnet = extracted(supernet, depth=depth)
     small = subnetact.insertion.as_pretrained(subnet, TOKENS)
     assert (small.config.encoder_layers, small.config.decoder_layers) == counts

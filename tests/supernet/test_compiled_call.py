@@ -23,7 +23,7 @@ from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch reads .grad of slices
-SUBNETS = 10
+SUBNETS = 5
 
 
 class Counter:
@@ -45,9 +45,9 @@ class Counter:
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """Forget what was compiled; the smallest limit that torch has ever had."""
+    """Forget what was compiled; torch compiles one function again for a few times only."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
+    with torch._dynamo.config.patch(recompile_limit=3):
         yield
     torch._dynamo.reset()
 
@@ -102,7 +102,7 @@ def test_a_compiled_supernet_follows_training_and_new_weights(packed: bool) -> N
         torch.testing.assert_close(compiled(x, subnet=spec), supernet.extract(spec)(x), rtol=1e-5, atol=1e-5)
 
     require_equal()
-    for _ in range(10 if packed else 1):  # More than torch.compile compiles again before it gives up.
+    for _ in range(5 if packed else 1):  # More than torch.compile compiles again before it gives up.
         for parameter in supernet.parameters():
             parameter.mul_(1.01).add_(0.01)
         require_equal()
