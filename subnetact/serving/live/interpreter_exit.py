@@ -46,9 +46,6 @@ _now = _Computing()
 def computing() -> Iterator[None]:
     """Return a context in which a daemon thread may compute: the end of the interpreter waits for it."""
     now, thread = _now, threading.get_ident()
-    if thread in now.threads:
-        yield
-        return
     with now.changed:
         while now.ended_s is not None and (left := now.ended_s + HELD_S - time.monotonic()) > 0:
             now.changed.wait(left)

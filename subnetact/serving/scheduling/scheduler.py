@@ -138,13 +138,11 @@ class Scheduler:
                     request.rank -= BEYOND_SHARE
             self._queue.push(request.deadline_ms, request, request.ask.floor)
 
-    def withdraw(self, request: Request) -> bool:
-        """End a request that its client has cancelled; return whether it had no outcome yet."""
-        if not request.open:
-            return False
-        self._remove(request)
-        self._end(request, "cancelled")
-        return True
+    def withdraw(self, request: Request) -> None:
+        """End a request that its client has cancelled, unless it has an outcome."""
+        if request.open:
+            self._remove(request)
+            self._end(request, "cancelled")
 
     def reject(self, request: Request, error: RequestError) -> None:
         """End a request that ran with an error because of its output, which is not finite."""
