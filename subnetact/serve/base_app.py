@@ -116,8 +116,7 @@ class Exchange(Request):
         self.counted = True
         self.app.responses[route, str(status), self.outcome] += 1
         self.app.latencies_ms[route].add(took_ms)
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s %r %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
+        _log.debug("%s %r %d in %.1f ms for %s", self.method, self.path, status, took_ms, self.sender)
 
 
 class Endpoint(NamedTuple):
@@ -147,7 +146,6 @@ class BaseApp:
     that site. One input has `values` values, and `names` fill
     the paths of openapi.json. `close` ends what answers, and finishes accepted requests if its
     argument says so. While `closing`, `/readyz` returns 503, and every answer ends its connection.
-    `reload` lets another application take its place, if the server can do that.
     """
 
     def __init__(
