@@ -21,7 +21,7 @@ from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
-from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
+from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult, count_batch
 
 _CHUNK = 32768
 _LEAST_FACTOR = 0.1
@@ -232,7 +232,7 @@ class EventLoop:
     def _count(self, run: _Run) -> None:
         result, job, finish = self._result, run.job, run.finish_ms
         late = bisect_left(job.part, finish, key=lambda request: request.deadline_ms)
-        result.add(job.subnet, self._accuracy[job.subnet], len(job.part) - late, late, finish)
+        count_batch(result, job.subnet, self._accuracy[job.subnet], len(job.part) - late, late, finish)
         if result.log is not None:
             numbers = [request.x for request in job.part]
             result.log.start_ms[numbers] = run.began_ms

@@ -12,7 +12,7 @@ from subnetact.files.documents import StrPath
 from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import DECISION_LOG
-from subnetact.serving.simulation.result import Decision, SimulationResult
+from subnetact.serving.simulation.result import Decision, SimulationResult, count_batch
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: StrPath
             result.unserved += entry["o"] != "dropped"
             continue
         start, took, subnet, met = entry["t"], entry["ms"], entry["s"], int(entry["met"])
-        result.add(subnet, table.accuracy[subnet], met, k - met, start + took)
+        count_batch(result, subnet, table.accuracy[subnet], met, k - met, start + took)
         seen = entry["w"], entry["queued"], entry["slack"]
         decisions.append(Decision(start, *seen, subnet, entry["b"], k, start + took))
         cell = subnet, table.pad_index[entry["b"]]

@@ -94,15 +94,6 @@ class SimulationResult:
     decisions: list[Decision] | None = None
     log: RequestLog | None = None
 
-    def add(self, subnet: int, accuracy: float, met: int, late: int, end_ms: float) -> None:
-        """Count a batch that ran to the end, of requests that were answered in time or late."""
-        self.met += met
-        self.late += late
-        self.accuracy_sum += met * accuracy
-        self.batches += 1
-        self.served_by[subnet] += met + late
-        self.end_ms = max(self.end_ms, end_ms)
-
     @property
     def missed(self) -> int:
         """Number of requests that were not met: late, dropped or unserved."""
@@ -127,3 +118,15 @@ class SimulationResult:
         """Return the figures as plain numbers, for tables and JSON."""
         shown = ("attainment", "mean_accuracy", "effective_accuracy", "missed", "dropped", "batches")
         return {name: getattr(self, name) for name in ("requests", *shown)}
+
+
+def count_batch(
+    result: SimulationResult, subnet: int, accuracy: float, met: int, late: int, end_ms: float
+) -> None:
+    """Count a batch that ran to the end, of requests that were answered in time or late."""
+    result.met += met
+    result.late += late
+    result.accuracy_sum += met * accuracy
+    result.batches += 1
+    result.served_by[subnet] += met + late
+    result.end_ms = max(result.end_ms, end_ms)
