@@ -67,14 +67,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     costs            308    66      4
     nas              968   378      8
     profile         1230   278      1
-    serving         4781  1911     34
+    serving         4778  1911     34
     generation      1630   500     13
     export          1022   390      7
     simulate           9     5      2
-    serve           1756   370      7
+    serve           1755   369      7
     cluster          452   116      3
     __main__          17     2      0
-    all            32428  9212    226
+    all            32424  9211    226
 
 The README has a glossary of the words that are used here.
 """
