@@ -157,17 +157,12 @@ def _groups(network: Any) -> Iterator[tuple[str, Group]]:
         elif kind == "mlp":
             yield "intermediate_size", _neurons(path, config.intermediate_size)
         else:
-            for group in _experts(path, network.get_submodule(path)):
-                if group.axis != "pool" or config.n_group == 1:
-                    yield OF_EXPERTS[group.axis], group
+            modules = dict(network.get_submodule(path).named_modules(prefix=path))
+            for _, variants, why in expert_groups(modules, lambda _, path=path: path):
+                if not why and (variants[0].axis != "pool" or config.n_group == 1):
+                    yield OF_EXPERTS[variants[0].axis], variants[0]
             shared = config.moe_shared_expert_intermediate_size
             yield "moe_shared_expert_intermediate_size", _neurons(f"{path}.shared_experts", shared)
-
-
-def _experts(path: str, mixer: nn.Module) -> list[Group]:
-    """Return how many experts a token visits, how many there are, and how wide they are."""
-    found = expert_groups(dict(mixer.named_modules(prefix=path)), lambda _: path)
-    return [variants[0] for _, variants, why in found if not why]
 
 
 def _neurons(path: str, full: int) -> Group:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ofa_adapters.family import Built, Family, Keys
+from ofa_adapters.family import Built, Family
 from ofa_adapters.features import mobile_features, tutorial_features
 from ofa_adapters.layout import choices
 from ofa_adapters.networks.mobile import MOBILE, MobileLayout, MobileStage, mobile_names
@@ -54,16 +54,14 @@ def build(
     return layout.build(n_classes, bn_param, dropout_rate, kernel_transform_mode)
 
 
-def _recognises(keys: Keys) -> bool:
-    matrices = keys.have(r"\.(7to5|5to3)_matrix$")
-    return keys.have(*ENDS) and (matrices or not keys.have(r"\.mobile_inverted_conv\."))
-
-
 FAMILY = Family(
     build,
     names=mobile_names("conv"),
     **MOBILE,
-    recognises=_recognises,
+    recognises=lambda keys: (
+        keys.have(*ENDS)
+        and (keys.have(r"\.(7to5|5to3)_matrix$") or not keys.have(r"\.mobile_inverted_conv\."))
+    ),
     checkpoints=("ofa_mbv3_d234_e346_k357_w1.0", "ofa_mbv3_d234_e346_k357_w1.2"),
     encodings={"arch_encoder": mobile_features, "tutorial": tutorial_features},
 )

@@ -250,7 +250,7 @@ def _pass(
                 for _ in run.batch(x):
                     bar.update()
                     require()
-                    kept.save_if_due(run)
+                    kept.save(run, due=False)
             except Exception as error:
                 require()
                 if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
@@ -280,10 +280,6 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
             )
 
 
-def _is_foreign(part: Any) -> bool:
-    return not isinstance(part, Tensor | int | float | str | None)
-
-
 def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
     """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes others."""
     x = as_pair(batch, "labels=True")[0] if labels else as_batch(batch)
@@ -295,8 +291,10 @@ def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
             f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
             f"arguments ({error}); if batches are pairs (inputs, labels), give calibrate labels=True"
         ) from error
-    tensors = [part for part in tensors_of(x) if isinstance(part, Tensor)]
-    if not tensors or not all(part.numel() for part in tensors) or any(map(_is_foreign, tensors_of(x))):
+    parts = list(tensors_of(x))
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    foreign = any(not isinstance(part, Tensor | int | float | str | None) for part in parts)
+    if not tensors or not all(part.numel() for part in tensors) or foreign:
         raise SpecError(
             "a calibration batch is a tensor, a dictionary of named tensors or a tuple of positional "
             f"tensors, got {describe_input(x)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -59,14 +60,11 @@ class _Streams(TorchFunctionMode):
         self._made: Any = WeakTensorKeyDictionary()  # output of a layer -> the layer and its input
         self._joined = joined
         for path in layers:
-            view.get_submodule(path).register_forward_hook(self._noting(path))
+            view.get_submodule(path).register_forward_hook(partial(self._note, path))
 
-    def _noting(self, path: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: Any, output: Any) -> None:
-            if args and isinstance(output, Tensor):
-                self._made[output] = path, args[0]
-
-        return note
+    def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if args and isinstance(output, Tensor):
+            self._made[output] = path, args[0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -101,7 +99,7 @@ class CorrectionRun:
         view = self._view(self._row)
         blocks = [select.path_of(name) for select in self._selects for name in select.dims]
         for path in blocks:
-            view.get_submodule(path).register_forward_hook(self._note_block(path))
+            view.get_submodule(path).register_forward_hook(partial(self._note_block, path))
         samples = len(next(t for t in tensors_of(self._x) if isinstance(t, Tensor) and t.dim()))
         out = held_out(samples).to(supernet.device)
         self._held = map_tensors(lambda t: t[out] if bool(out.any()) and len(t) == samples else t, self._x)
@@ -166,11 +164,11 @@ class CorrectionRun:
                 raise _Finished
             return result
 
-        def in_place_of(path: str) -> Callable[..., Tensor]:
-            return lambda *call: correct(path, call[-1], call[-1].clone())
+        def correct_skipped(path: str, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return correct(path, output, output.clone())
 
         for path in skipped:
-            view.get_submodule(path).register_forward_hook(in_place_of(path))
+            view.get_submodule(path).register_forward_hook(partial(correct_skipped, path))
         with suppress(_Finished), _Streams(view, narrowed, correct):
             call_with(view, self._x)
         return corrections
@@ -178,12 +176,9 @@ class CorrectionRun:
     def _view(self, row: SizeRow) -> nn.Module:
         return bind(self._supernet.network, row, lambda norm: norm.bind(row), frozen=self._frozen)
 
-    def _note_block(self, path: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and args and output.shape == getattr(args[0], "shape", None):
-                self._goal[path] = output.clone()
-
-        return note
+    def _note_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and args and output.shape == getattr(args[0], "shape", None):
+            self._goal[path] = output.clone()
 
     def _note_goal(self, path: str, _: Tensor, result: Tensor) -> Tensor:
         self._goal[path] = result.clone()

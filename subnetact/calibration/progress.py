@@ -80,14 +80,10 @@ class Progress:
                 f"it has {self._stored['given']} batches, the data only {self._given}. Give the same data"
             )
 
-    def save_if_due(self, run: CalibrationRun) -> None:
-        """Save if the last time is long enough ago."""
-        if time.perf_counter() - self._saved >= self._save_every_s:
-            self.save(run)
-
-    def save(self, run: CalibrationRun) -> None:
-        """Keep the state of a run between two subnets."""
-        if self._journal is not None:
+    def save(self, run: CalibrationRun, due: bool = True) -> None:
+        """Keep the state of a run between two subnets, if it is `due` or the last time is long ago."""
+        due = due or time.perf_counter() - self._saved >= self._save_every_s
+        if due and self._journal is not None:
             digests = {"first": self._first, "digest": self._digest.hexdigest()}
             facts = {"seconds": self.seconds, "run": run.state()}
             self._journal.replace(PROGRESS, given=self._given, **digests, **facts)

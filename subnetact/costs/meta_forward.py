@@ -20,6 +20,7 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,10 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from subnetact.costs.layers import FEATURES, Vector, feature, kind_of
 from subnetact.device import raise_if_explained
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator, template_of
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
 from subnetact.operators.operation_traits import OPERATIONS
 from subnetact.operators.tensor_version import storage_id, tensor_place
@@ -40,6 +41,15 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, map_
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
+
+Vector: TypeAlias = npt.NDArray[np.int64]
+"""One count per entry of `FEATURES`."""
+
+KINDS = ("convolution", "pointwise", "depthwise", "linear", "low", "norm", "product", "other")
+"""What a module computes. `product` is a matrix product outside any layer, as in attention; `low` is a linear
+layer or convolution at a lower precision."""
+COUNTS = ("modules", "macs", "activation_bytes", "weight_bytes")
+FEATURES = ("parameters", *(f"{kind}.{count}" for kind in KINDS for count in COUNTS))
 
 MOST_VIEWS = 4096
 """Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
@@ -308,3 +318,19 @@ def _alias(tensor: Tensor) -> Tensor:
 def _empty(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def kind_of(layer: nn.Module) -> str:
+    """Return which of `KINDS` an ordinary module is; of an operator, pass the template."""
+    kind = traits_of(layer).kind
+    if kind.endswith("convolution"):
+        convolution: Any = layer
+        if convolution.groups > 1:
+            return "depthwise"
+        return "pointwise" if set(convolution.kernel_size) == {1} else "convolution"
+    return "linear" if kind == "linear" else "norm" if kind.endswith("norm") else "other"
+
+
+def feature(kind: str, count: str) -> int:
+    """Return the position in `FEATURES` of one of `COUNTS` of one of `KINDS`."""
+    return FEATURES.index(f"{kind}.{count}")

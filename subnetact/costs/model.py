@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from subnetact.costs.layers import COUNTS, Vector, feature
-from subnetact.costs.meta_forward import MetaForward
+from subnetact.costs.meta_forward import COUNTS, MetaForward, Vector, feature
 from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet

@@ -54,8 +54,10 @@ def save_cut_out(
         save_alone(supernet.extract(spec), place, example=example, max_shard_size=shard_bytes)
         layered = json.loads((place / "config.json").read_bytes())["model_type"] == LAYERED
         model = {"library": "transformers", "name": kind.__name__, "layered": layered}
-        text = cut_out_card(model, card.licence)
-        (place / "README.md").write_text(text, encoding="utf-8")
+        facts = [f"license: {json.dumps(card.licence)}"] if card.licence else []
+        lines = ["---", *facts, "library_name: transformers", "---", ""]
+        lines += [f"# {kind.__name__}, cut out of an elastic model", "", "```python", *opening(model), "```"]
+        (place / "README.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def save_alone(subnet: Any, folder: Any, *args: Any, example: Any = None, **kwargs: Any) -> Any:
@@ -117,13 +119,6 @@ def _plain(model: Any, example: Any) -> nn.Module:
             f"their position, or on a number that no shape shows; {OTHERWISE}"
         )
     return found  # type: ignore[no-any-return]
-
-
-def cut_out_card(model: Mapping[str, Any], licence: str | None) -> str:
-    """Return the model card of a cut-out in Markdown: how the model's own library opens it."""
-    facts = [*([f"license: {json.dumps(licence)}"] if licence else ()), f"library_name: {model['library']}"]
-    lines = ["---", *facts, "---", "", f"# {model['name']}, cut out of an elastic model", ""]
-    return "\n".join([*lines, "```python", *opening(model), "```", ""])
 
 
 def opening(model: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 
 def add_to_transformers() -> None:
     """Add both now to the modules of transformers that are imported, and to the others when they are."""
-    for name, add in (("modeling_utils", _add_keyword), ("models.auto.modeling_auto", _add_model_type)):
+    register: Any = lambda _: import_module("subnetact.elastic.auto_classes").register()  # noqa: E731
+    for name, add in (("modeling_utils", _add_keyword), ("models.auto.modeling_auto", register)):
         if module := sys.modules.get(f"transformers.{name}"):
             add(module)
         else:
@@ -59,9 +61,3 @@ def _add_keyword(models: Any) -> None:
         return open_subnet(cls, name, subnet, options)
 
     models.PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[arg-type]
-
-
-def _add_model_type(_: Any) -> None:
-    from subnetact.elastic.auto_classes import register
-
-    register()

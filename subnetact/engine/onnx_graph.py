@@ -30,6 +30,11 @@ def onnx_graph(subnet: SubnetProgram, axes: InputAxes) -> Any:
     traced = program.module()
     subnet.require_equal(traced, "torch.export")
     inputs = _names("input", subnet.x)
+    opset = import_module("onnxscript").opset18
+
+    def int_mm(a: Any, b: Any) -> Any:
+        return opset.MatMulInteger(a, b)  # dynamically quantised, without a zero point
+
     with quiet(), subnet.blamed("torch.onnx"):
         return torch.onnx.export(
             program,
@@ -39,18 +44,8 @@ def onnx_graph(subnet: SubnetProgram, axes: InputAxes) -> Any:
             output_names=_names("output", call_with(traced, subnet.x)),
             dynamo=True,
             verbose=False,
-            custom_translation_table=_translations(),
+            custom_translation_table={torch.ops.aten._int_mm.default: int_mm},
         )
-
-
-def _translations() -> dict[Any, Any]:
-    """Return how the operators of int8 subnets are written: dynamically quantised, without a zero point."""
-    opset = import_module("onnxscript").opset18
-
-    def int_mm(a: Any, b: Any) -> Any:
-        return opset.MatMulInteger(a, b)
-
-    return {torch.ops.aten._int_mm.default: int_mm}
 
 
 def _names(kind: str, value: Any) -> list[str]:

@@ -147,16 +147,12 @@ class PackedConv(nn.Module):
             weight = (weight * self._factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
         if not self._onednn:
             return weight.contiguous(memory_format=torch.channels_last)
-        if self._is_small_product(shape):
+        pixels = shape[0] * shape[2] * shape[3]
+        pointwise = weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
+        if pointwise and pixels <= MOST_PIXELS and pixels * weight.numel() <= SMALLEST_ONEDNN_PRODUCT:
             return weight.flatten(1).contiguous()
         packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *self._settings, shape)
         return packed
-
-    def _is_small_product(self, shape: torch.Size) -> bool:
-        pixels = shape[0] * shape[2] * shape[3]
-        pointwise = self._weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
-        small = pixels * self._weight.numel() <= SMALLEST_ONEDNN_PRODUCT
-        return pointwise and pixels <= MOST_PIXELS and small
 
     def _nbytes(self, weight: Tensor) -> int:
         return int(torch.ops.mkldnn._nbytes(weight)) if weight.is_mkldnn else weight.nbytes

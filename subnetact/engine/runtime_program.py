@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from threading import local
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from weakref import finalize
 
 import torch
@@ -85,12 +85,6 @@ def require_runtime(name: str, device: torch.device) -> None:
         raise MissingExtra(f"backend: {name} is not installed: pip install 'subnetact[{name}]'")
 
 
-class _Constant(NamedTuple):
-    """What an output holds beside tensors."""
-
-    value: Any
-
-
 class RuntimeProgram:
     """One subnet in a runtime, made of a `view` of its own, for the shapes of `samples`."""
 
@@ -112,7 +106,8 @@ class RuntimeProgram:
         self._weights = self._path.stat().st_size
         leaves, self._structure = tree_flatten(call_with(view, x))
         self._names = tuple(x) if isinstance(x, dict) else ()
-        self._leaves = [None if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in leaves]
+        # What an output holds beside tensors is constant.
+        self._leaves = [() if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         self._opening = new_lock()
         self._reserve: Callable[[int], bool] = lambda _: True
         self._threads, self._copies = 0, 1
@@ -133,7 +128,7 @@ class RuntimeProgram:
                 return call_with(self._view, x)
             run = self._session(shapes)
         outputs = iter(run([part.detach().contiguous().numpy() for part in parts]))
-        leaves = [torch.from_numpy(next(outputs)) if leaf is None else leaf.value for leaf in self._leaves]
+        leaves = [held[0] if held else torch.from_numpy(next(outputs)) for held in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
     def refused(self, x: Any) -> list[int]:

@@ -20,16 +20,15 @@ from subnetact.errors import ExportError
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import is_layer
 from subnetact.operators.view_module import mix_in_, view_module
-from subnetact.supernet.bind import bind_module
+from subnetact.supernet.bind import bind_module, operators_in
 from subnetact.supernet.failure import culprit
 from subnetact.supernet.trace import RecordedCall, TensorTracer
 
 
 def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
     """Return a module with `forward(*inputs, row, means, variances)`, as `ScriptedSubnets` calls it."""
-    for module in network.modules():
-        if isinstance(module, Operator):
-            module.checks = False
+    for operator in operators_in(network):
+        operator.checks = False
     starts = {path: sizes + i for i, path in enumerate(norms)}
     registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
     unknown = fx.Proxy(fx.Graph().placeholder("input"))  # as the arguments of inner recordings are
@@ -111,7 +110,7 @@ class _Recording:
 
         if isinstance(module, LayerSelect):
             return module.select({name: child(name) for name in module._modules})
-        if _is_leaf(module):
+        if is_layer(module, derived=False) and not operators_in(module):
             name = f"module_{len(self.modules)}"
             self.modules[name] = _scripted(module, path)
             return _stand_in(module, partial(self.tracer.create_proxy, "call_module", name))
@@ -157,13 +156,6 @@ def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
     other: nn.Module = object.__new__(type(module))
     other.__dict__.update(module.__dict__, **attributes)
     return other
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """Tell whether a module is PyTorch's own and contains nothing elastic."""
-    return is_layer(module, derived=False) and not any(
-        isinstance(inner, Operator) for inner in module.modules()
-    )
 
 
 def _stand_in(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

@@ -18,7 +18,7 @@ from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, first_line
 from subnetact.insertion.description import Group, Member, without_numbers
 from subnetact.insertion.recorder import Recording, called_name, recorded
-from subnetact.insertion.relations import Masks, Mixed, Relations, is_grid
+from subnetact.insertion.relations import Masks, Mixed, Relations, is_grid, shape_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
 from subnetact.operators.base import slicer_of
 from subnetact.operators.layer_traits import CHANNEL_NORM, norm_features, traits_of
@@ -77,8 +77,10 @@ class TracedModel:
                 raise InsertError("its forward branches on values that it computes with its weights")
         except Exception as error:
             raise_if_explained(error)
+            why = f"{type(error).__name__}: {first_line(error)}"[:300]
+            why = str(error) if isinstance(error, InsertError) else why
             self.failure = InsertError(
-                f"{type(model).__name__} cannot be traced: {_why(error)}; describe its elastic "
+                f"{type(model).__name__} cannot be traced: {why}; describe its elastic "
                 "modules by hand, or make its forward free of branches on values and of changes to the model"
             )
             self.failure.__cause__ = error
@@ -252,7 +254,7 @@ class TracedModel:
                 return True
             if node.target in CONCATENATIONS and 0 < len(goes) < len(read):
                 for tensor in goes:
-                    sizes = enumerate(zip(_shape(tensor), _shape(node), strict=True))
+                    sizes = enumerate(zip(shape_of(tensor), shape_of(node), strict=True))
                     if any(_runs(masks[tensor], axis, n) for axis, (n, whole) in sizes if n != whole):
                         return True
         return False
@@ -278,7 +280,7 @@ class TracedModel:
             if module is not None and x is not None and _slicer(module) is LayerNormSlice:
                 by_channel = isinstance(module, nn.GroupNorm) or traits_of(module).kind == CHANNEL_NORM
                 axis = 1 if by_channel else masks[x].dim() - 1
-                if runs := _runs(masks[x], axis, _shape(x)[axis]):  # A norm may have no tensors.
+                if runs := _runs(masks[x], axis, shape_of(x)[axis]):  # A norm may have no tensors.
                     removed.setdefault((path, "features"), (LayerNormSlice, runs))
         return removed
 
@@ -288,7 +290,7 @@ class TracedModel:
         if home is None:
             raise _Refused(f"the constant {node.target} goes with it")
         path, name = home
-        slabs = torch.zeros(_shape(node), dtype=torch.bool)
+        slabs = torch.zeros(shape_of(node), dtype=torch.bool)
         for axis in range(slabs.dim()):
             if (mask := masks.get((path, name, axis))) is not None:
                 slabs |= mask.view([-1 if i == axis else 1 for i in range(slabs.dim())])
@@ -350,16 +352,16 @@ class TracedModel:
             for at, value in enumerate(arguments):
                 if isinstance(value, _Attribute) and value in totals:
                     places = self._places(node, results, at, len(arguments))
-                    if any(_shape(r)[a] == value and _runs(masks[r], a, int(value)) for r, a in places):
+                    if any(shape_of(r)[a] == value and _runs(masks[r], a, int(value)) for r, a in places):
                         yield Member(value.path, value.name, ElasticAttribute, value // full)
 
     def _places(
         self, node: fx.Node, results: Sequence[fx.Node], at: int, count: int
     ) -> Iterator[tuple[fx.Node, int]]:
         """Yield the axes of results that an argument may give the length of, one of so many."""
-        source = _shape(node.all_input_nodes[0])
+        source = shape_of(node.all_input_nodes[0])
         for result in results:
-            shape = _shape(result)
+            shape = shape_of(result)
             if count == len(shape) and result is node:
                 yield result, at
             elif result is not node and len(shape) == len(source):  # It is split along one axis.
@@ -407,10 +409,6 @@ def computes_channels(module: nn.Module) -> bool:
 def _parameters(masks: Masks) -> set[Any]:
     """Return the axes of parameters of which something goes."""
     return {key for key in masks if isinstance(key, tuple)}
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["tensor_meta"].shape)
 
 
 def _out_axis(module: nn.Module) -> int:
@@ -469,12 +467,6 @@ def is_rank(modules: Mapping[str, Any], first: str, last: str) -> bool:
     shapes = [tuple(p.shape) for m in (around, *around.children()) for p in m.parameters(recurse=False)]
     beside = around is other and not isinstance(around, nn.Sequential)
     return bool(beside and rank < min(in_, out) and shapes.count((out, in_)) == 1)
-
-
-def _why(error: BaseException) -> str:
-    return (
-        str(error) if isinstance(error, InsertError) else f"{type(error).__name__}: {first_line(error)}"[:300]
-    )
 
 
 def _recorded(model: nn.Module, example: Any) -> Recording:

@@ -354,7 +354,8 @@ def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, st
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue
-        storing = [block for block in blocks if _stores(observed.modules[block])]
+        keeps = "store_full_length_kv"  # An attention stores keys and values for others, as in Gemma 3n.
+        storing = [b for b in blocks if any(getattr(m, keeps, False) for m in observed.modules[b].modules())]
         others = [block for block in blocks if block not in storing]
         reason = next(filter(None, (_unskippable(observed, block) for block in others)), "")
         if reason:
@@ -391,11 +392,6 @@ def _unskippable(observed: Observation, block: str) -> str:
     if block not in observed.residual:
         return f"{kind} is not residual: without its layers, its output is another than its input"
     return ""
-
-
-def _stores(block: nn.Module) -> bool:
-    """Tell whether an attention in a block stores keys and values for others, as in Gemma 3n."""
-    return any(getattr(m, "store_full_length_kv", False) for m in block.modules())
 
 
 # -- trials ------------------------------------------------------------------------------------------

@@ -131,10 +131,6 @@ def reduced(mask: Tensor) -> Tensor:
     return mask
 
 
-def _is_uniform(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[:1]).all())
-
-
 class FunctionTrial:
     """One call of a function, with other numbers in the place of those that it got."""
 
@@ -215,8 +211,9 @@ class FunctionTrial:
         others = [v if d is not None else v * torch.nan for v, d in zip(values, self._deciding, strict=True)]
         whole, again = self._called(values), self._called(others)
         constant = whole is not None and again is not None and equal(whole, again, EXACT)
-        reads_shapes = None in self._deciding or (constant and all(map(_is_uniform, whole or ())))
-        if called_name(self.node) in EMPTY or (constant and reads_shapes):
+        if called_name(self.node) in EMPTY or (constant and None in self._deciding):
+            return None
+        if constant and all(bool((t == t.flatten()[:1]).all()) for t in whole or ()):
             return None
         labels: list[list[str | None]] = [[None] * len(shape) for shape in self._shapes]
         labels += [[None] * len(result.meta["tensor_meta"].shape) for result in self.results]

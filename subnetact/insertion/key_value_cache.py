@@ -178,7 +178,7 @@ class CacheWriter:
         """Note on a cache that the subnet writes there from now on, or refuse it unchanged."""
         cache, moment = _of_decoder(cache), self.weights.moment()
         before: _Written | None = getattr(cache, _WRITTEN, None)
-        paged = _is_paged(cache)
+        paged = hasattr(cache, "cache_allocators")  # that of continuous batching, with many sequences
         if before in (None, _EMPTY) if paged else not _seen(cache):
             mixed = paged and allow_approximate
             if before is not None and before.signature != self.signature and not paged:
@@ -295,11 +295,6 @@ def _copy_shared(entry: int, kind: str | None, _: nn.Module, _args: Any, kwargs:
 def _of_decoder(cache: Any) -> Any:
     """Return what the decoder of an encoder-decoder writes into, or the cache itself."""
     return getattr(cache, "self_attention_cache", cache)
-
-
-def _is_paged(cache: Any) -> bool:
-    """Tell whether a cache is that of continuous batching, whose pages hold many sequences."""
-    return hasattr(cache, "cache_allocators")
 
 
 def _pages_of(kwargs: dict[str, Any]) -> Any:

@@ -127,7 +127,7 @@ class _Moved:
     def spread(self, masks: Masks) -> Iterator[tuple[Any, Tensor]]:
         """Yield what goes with masks: what is moved to or from the same places."""
         known = {key: masks[key] for key in self.inputs if key in masks}
-        alike = len({_shape(result) for result in self.results}) == 1
+        alike = len({shape_of(result) for result in self.results}) == 1
         gone = [masks[result] for result in self.results if result in masks]
         if len(self.results) > 1 and alike and gone:
             masks = masks | dict.fromkeys(self.results, reduce(or_, gone))
@@ -212,7 +212,7 @@ class Relations:
 
     def shape(self, key: Any) -> tuple[int, ...]:
         """Return the shape that a mask has."""
-        return (self.tensor(key[:2]).shape[key[2]],) if isinstance(key, tuple) else _shape(key)
+        return (self.tensor(key[:2]).shape[key[2]],) if isinstance(key, tuple) else shape_of(key)
 
     def closure(self, key: Any, mask: Tensor) -> Masks:
         """Return everything that goes with some entries.
@@ -292,7 +292,7 @@ class Relations:
             home = self.home(node)
             if home is None or all(self._by_rule(user) is not None for user in node.users):
                 return None
-            parts = _parts(_shape(node), [f"*{axis}" for axis in range(len(_shape(node)))])
+            parts = _parts(shape_of(node), [f"*{axis}" for axis in range(len(shape_of(node)))])
             return _Labelled([(node, parts), *(((*home, axis), (part,)) for axis, part in enumerate(parts))])
         places = self._by_rule(node)
         return self._by_trial(node) if places is None else _Labelled(places)
@@ -304,16 +304,16 @@ class Relations:
             layer = self.modules[str(node.target)]
             name = {nn.GroupNorm: "group_norm", nn.PReLU: "prelu"}.get(type(layer), traits_of(layer).kind)
             if name == "unknown" and (features := norm_features(layer)):
-                name = "layer_norm" if _shape(node)[-1] == features else "prelu"
+                name = "layer_norm" if shape_of(node)[-1] == features else "prelu"
             name += " with inputs first" * (name == "linear" and traits_of(layer).axes["weight"][0] == "in_")
         name = ALIKE.get(name, name)
         if name == "einsum":
             return self._einsum(node)
         if name not in RULES or (node.op == "call_method" and name not in ("matmul", "baddbmm")):
             return None
-        groups = _groups(node, name) if layer is None else _groups_of(layer)
+        groups = _groups(node, name, layer)
         if name == "scaled_dot_product_attention":
-            query, key = (_shape(n) for n in node.args[:2] if isinstance(n, fx.Node))
+            query, key = (shape_of(n) for n in node.args[:2] if isinstance(n, fx.Node))
             if len(key) == 4 and key[1] != query[1]:
                 name, groups = "grouped-query attention", key[1]
         operands, rule = RULES[name]
@@ -348,7 +348,7 @@ class Relations:
         for spec, tensor in operands:
             if tensor is not None:
                 home = tensor if isinstance(tensor, tuple) else self.home(tensor)
-                axes = list(_axes(spec, self.tensor(home).shape if home else _shape(tensor), groups))
+                axes = list(_axes(spec, self.tensor(home).shape if home else shape_of(tensor), groups))
                 viewed.append((home or tensor, axes))
         places: list[Place] = []
         sizes = grouped((k, n) for _, axes in viewed for pair in axes for n, k in zip(*pair, strict=True))
@@ -379,11 +379,12 @@ class Relations:
         if isinstance(facts, list):
             return _Moved(trial.tensors, results, facts)
         keys = [*trial.tensors, *results]
-        parts = (_parts(_shape(key), labels) for key, labels in zip(keys, facts.axes, strict=True))
+        parts = (_parts(shape_of(key), labels) for key, labels in zip(keys, facts.axes, strict=True))
         return _Labelled(list(zip(keys, parts, strict=True)), called_name(node) in SUMS, facts.moved)
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of the tensor that a node returns."""
     return tuple(node.meta["tensor_meta"].shape)
 
 
@@ -397,12 +398,10 @@ def _is_part(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and "tensor_meta" not in source.meta
 
 
-def _groups_of(layer: Any) -> int:
-    return int(vars(layer).get("groups", vars(layer).get("num_groups", 1)))
-
-
-def _groups(node: fx.Node, name: str) -> int:
-    """Return the number of groups that a convolution or a norm is called with."""
+def _groups(node: fx.Node, name: str, layer: nn.Module | None) -> int:
+    """Return the number of groups that a convolution or a norm has, or is called with."""
+    if layer is not None:
+        return int(vars(layer).get("groups", vars(layer).get("num_groups", 1)))
     places = {"conv": (6, "groups"), "conv_transpose": (6, "groups"), "group_norm": (1, "num_groups")}
     at, key = places.get(name, (99, ""))
     return int(node.args[at] if at < len(node.args) else node.kwargs.get(key, 1))  # type: ignore[arg-type]

@@ -105,13 +105,16 @@ def reorder_(
     """
     supernet = as_supernet(supernet)
     require_no_adapters(supernet.network, "reorder_")
-    measure = _measure(importance)
-    known = supernet.space.dimensions
+    measure: Any = MEASURES.get(importance) if isinstance(importance, str) else importance
+    if not callable(measure):
+        known = ", ".join(MEASURES)
+        raise SpecError(f"reorder_: no importance {importance!r}; choose from {known}, or give a function")
+    every = supernet.space.dimensions
     if isinstance(dimensions, str) or not isinstance(dimensions, Iterable | None):
         raise SpecError(f"reorder_: dimensions is a list of names, got {dimensions!r}")
-    unknown = sorted(str(name) for name in set(dimensions or ()) - set(known))
+    unknown = sorted(str(name) for name in set(dimensions or ()) - set(every))
     if unknown:
-        raise SpecError(f"reorder_: no dimensions {', '.join(unknown)}; choose from {', '.join(known[:20])}")
+        raise SpecError(f"reorder_: no dimensions {', '.join(unknown)}; choose from {', '.join(every[:20])}")
     given: Any = [] if batches is None else batches
     pairs = given if isinstance(given, Iterable) else [given]
     labelled = [as_pair(batch, "reorder_") for batch in pairs]
@@ -145,19 +148,6 @@ def reorder_(
             stacklevel=3,  # past the decorator
         )
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
-
-
-def _measure(importance: str | Measure) -> Measure:
-    if isinstance(importance, str):
-        if importance not in MEASURES:
-            raise SpecError(
-                f"reorder_: no importance {importance!r}; choose from {', '.join(MEASURES)}, or give a "
-                "function"
-            )
-        return MEASURES[importance]
-    if not callable(importance):
-        raise SpecError(f"reorder_: importance is a name or a function, got {type(importance).__name__}")
-    return importance
 
 
 def _chosen(groups: list[UnitGroup], wanted: Sequence[str] | None) -> tuple[list[UnitGroup], dict[str, str]]:

@@ -371,7 +371,9 @@ def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tens
     alone.__dict__.update(operator.__dict__, dims={name: 0}, checks=False)
     own = {**operator._parameters, **operator._buffers}
     wide = {n: tensor for n, tensor in own.items() if tensor is not None and tensor.dim() > axis}
-    tags = {n: _tags(tensor, axis) for n, tensor in wide.items()}  # Numbered entries are sliced instead.
+    shapes = {n: [-1 if i == axis else 1 for i in range(tensor.dim())] for n, tensor in wide.items()}
+    # Numbered entries are sliced instead.
+    tags = {n: torch.arange(t.shape[axis]).view(shapes[n]).expand(t.shape) for n, t in wide.items()}
     alone.__dict__["_parameters"] = {**operator._parameters, **tags}
     made = alone.tensors(alone.sizes((size,)))
     found = {n: _line(made[n], t.dim(), axis) for n, t in wide.items() if made.get(n) is not None}
@@ -379,11 +381,6 @@ def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tens
         others = _kept(operator, name, 0, axis)
         found = {n: entries[~torch.isin(entries, others[n])] for n, entries in found.items()}
     return {n: entries.sort().values for n, entries in found.items()}
-
-
-def _tags(tensor: Tensor, axis: int) -> Tensor:
-    shape = [-1 if i == axis else 1 for i in range(tensor.dim())]
-    return torch.arange(tensor.shape[axis]).view(shape).expand(tensor.shape)
 
 
 def _line(tags: Tensor, dims: int, axis: int) -> Tensor:

@@ -31,7 +31,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import LatencyPredictor
 from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
-from subnetact.space import SizeRow, SubnetSpace
+from subnetact.space import SizeRow
 from subnetact.spec import PRECISION, SubnetSpec, Value, shown
 from subnetact.supernet.batches import call_with, hash_tensors
 from subnetact.supernet.bind import operators_in
@@ -307,13 +307,6 @@ class LayerScores:
         return skipped
 
 
-def choices_of(space: SubnetSpace) -> Iterator[Choice]:
-    """Yield every choice of every slot of a space, but for precisions."""
-    for axis in space.axes:
-        for at, slot in enumerate(axis.slots if axis.name != PRECISION else ()):
-            yield from ((axis.name, at, value) for value in slot.choices)
-
-
 def score_layers(
     supernet: Supernet,
     batches: Iterable[Any],
@@ -379,7 +372,9 @@ def score_layers(
             **names,
         }
         journal = Journal(resume, facts)
-    scores = LayerScores(supernet, split[0][0], dict.fromkeys(choices_of(space), 0.0), moment)
+    slots = ((axis.name, at, slot) for axis in space.axes for at, slot in enumerate(axis.slots))
+    every = ((axis, at, value) for axis, at, slot in slots if axis != PRECISION for value in slot.choices)
+    scores = LayerScores(supernet, split[0][0], dict.fromkeys(every, 0.0), moment)
     largest = space.largest()
     variants = {c: spec for c in scores.losses if (spec := scores._with(largest, [c])) != largest}
     fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]

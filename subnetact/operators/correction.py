@@ -34,38 +34,22 @@ class Correction(NamedTuple):
         return F.linear(F.linear(x.to(self.down.dtype), self.down), self.up, self.bias).to(x.dtype)
 
 
-def _own_correction(self: Any) -> Correction:
-    return Correction(*(self._parameters[name] for name in NAMES))
-
-
-class CorrectedLinear(Corrected):
-    """The forward of a linear layer with a correction."""
-
-    correction = property(_own_correction)
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        return super().forward(input) + self.correction(input)  # type: ignore[misc, no-any-return]
-
-
-class CorrectedSkip(Corrected):
-    """What stands for a skipped layer, with a correction of what it passes on."""
-
-    correction = property(_own_correction)
+class CorrectedLayer(Corrected):
+    """A linear layer, or what stands for a skipped one, with a correction of what it gets."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument, corrected."""
-        x = super().forward(*args, **kwargs)  # type: ignore[misc]
-        return x + self.correction(x)
+        """Return what the layer returns, corrected."""
+        y = super().forward(*args, **kwargs)  # type: ignore[misc]
+        x = y if isinstance(self, SkippedLayer) else (*args, *kwargs.values())[0]
+        return y + Correction(*(self._parameters[name] for name in NAMES))(x)
 
 
 def correct_(module: Any, correction: Correction, trainable: bool = False) -> nn.Module:
     """Let a module of one subnet, which nobody else holds, add a correction; return the module."""
-    mixin = CorrectedSkip if isinstance(module, SkippedLayer) else CorrectedLinear
     own = [t for t in module._parameters.values() if t is not None]
     like = own[0] if own and not isinstance(module, Low) else correction.bias
     given = [nn.Parameter(t.to(like.device, like.dtype), requires_grad=trainable) for t in correction]
-    mix_inside_(module, mixin)
+    mix_inside_(module, CorrectedLayer)
     parameters = {**module._parameters, **dict(zip(NAMES, given, strict=True))}
     object.__setattr__(module, "_parameters", parameters)
     return module  # type: ignore[no-any-return]

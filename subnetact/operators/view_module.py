@@ -16,7 +16,7 @@ import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
-from functools import cache, partial, wraps
+from functools import cache, partial, reduce, wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -363,10 +363,7 @@ class Corrected(Extractable):
 
 
 def _remade(*kinds: Any) -> nn.Module:
-    cls = kinds[-1]
-    for kind in kinds[-2::-1]:
-        cls = mixed_class(kind, cls)
-    return object.__new__(cls)  # type: ignore[no-any-return]
+    return object.__new__(reduce(lambda cls, kind: mixed_class(kind, cls), reversed(kinds)))
 
 
 def mix_inside_(module: nn.Module, mixin: type) -> None:

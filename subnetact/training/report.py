@@ -52,15 +52,10 @@ class DistillationReport:
     def to_json(self) -> dict[str, Any]:
         """Return everything as values that JSON can hold; subnets as their keys."""
         rows = zip(self.subnets, self.before, self.after, strict=True)
-        return {
-            "metric": self.metric,
-            "subnets": [{"subnet": spec.key, "before": b, "after": a} for spec, b, a in rows],
-            "losses": [list(entry) for entry in self.losses],
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "order": self.order,
-            "batches": self.batches,
-        }
+        subnets = [{"subnet": spec.key, "before": b, "after": a} for spec, b, a in rows]
+        losses = [list(entry) for entry in self.losses]
+        facts = {name: getattr(self, name) for name in ("steps", "seconds", "order", "batches")}
+        return {"metric": self.metric, "subnets": subnets, "losses": losses, **facts}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON; an earlier file is replaced as a whole.
