@@ -55,7 +55,8 @@ from subnetact.operators.tensor_version import tensor_place
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
-from subnetact.supernet.load import with_tied_names
+from subnetact.supernet.forward_state import note_state_
+from subnetact.supernet.load import statistics_of_largest, with_tied_names
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
@@ -142,7 +143,7 @@ def save_folder(
             tensors = _copies(supernet.network.state_dict())
             norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
             norms.keep([*card.subnets.values(), space.largest()])
-            shared = _copies(supernet.statistics_of_largest())
+            shared = _copies(statistics_of_largest(supernet))
         fingerprint = fingerprint_of(space.id, tensors)
         own = {name: tensors[name] for name in shared}
         tensors.update(shared)  # The library's own reader gets the statistics of the largest subnet.
@@ -297,7 +298,7 @@ def _read(folder: Path, document: dict[str, Any], model: Any, extra: Callable[..
         card = Card.read(document, partial(_read_spec, space))
         found = extra(document | {"card": card}, space, norms, supernet)
         supernet.card = card
-        supernet.note_state(document.get("state", ()))
+        note_state_(supernet, document.get("state", ()))
     return supernet, tables, found, norms, tensors, precision if enabled is None else None
 
 

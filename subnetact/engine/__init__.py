@@ -10,13 +10,13 @@ Which file answers which question:
 - `finite_values.py`: whether a program may use operations that turn NaN into a number.
 - `graph_function.py`: a traced graph as a Python function, which is what programs and blocks call.
 - `budget.py`: the memory limit of fused programs and CUDA graphs (`memory_budget_mb`).
-- `packed_conv.py`, `sliced_conv.py`: the convolutions of programs with weights of their own and without.
+- `packed_conv.py`: the convolutions of programs with weights of their own and without.
 - `packed_linear.py`: the linear layers of fused programs.
 - `int8_conv.py`: the convolutions of fused programs of int8 subnets.
 - `cuda_graphs.py`, `compiler.py`: CUDA graphs; torch.compile without its silent fallback.
 - `blocks.py`: a subnet as parts that run one after the other.
 - `bundle.py`: what an engine adds to a bundle.
-- `inputs.py`, `input_shapes.py`, `outputs.py`: checking, stacking and padding inputs; splitting outputs.
+- `inputs.py`, `input_shapes.py`: checking, stacking and padding inputs; splitting outputs.
 - `ready_subnet.py`, `stats.py`: what `Engine.ready` and `Engine.stats` return.
 """
 

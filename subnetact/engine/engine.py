@@ -25,8 +25,7 @@ from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.fusion_plan import PinResult, Plan, PlannedProgram
 from subnetact.engine.input_shapes import InputShapes, Padding
-from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample
-from subnetact.engine.outputs import unstack
+from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample, unstack
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.runtime_program import RUNTIMES, require_runtime
 from subnetact.engine.stats import EngineStats, weight_bytes

@@ -21,9 +21,8 @@ from subnetact.device import raise_if_explained
 from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
-from subnetact.engine.packed_conv import PackedConv, plain_conv
+from subnetact.engine.packed_conv import PackedConv, SlicedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
-from subnetact.engine.sliced_conv import SlicedConv
 from subnetact.operators.layer_traits import is_batch_norm, is_layer, runs_as, traits_of
 from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.operation_traits import OperationTraits, operation_of

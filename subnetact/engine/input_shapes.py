@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.comparison import ROUNDED, equal
-from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes
-from subnetact.engine.outputs import unstack
+from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes, unstack
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.spec import SubnetSpec, grouped
 from subnetact.supernet.batches import map_tensors, tensors_of

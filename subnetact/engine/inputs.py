@@ -1,7 +1,7 @@
-"""Inputs: checking single inputs against a sample, and stacking them into a batch on a device.
+"""Inputs: checking single inputs against a sample, stacking them into a batch, and splitting its output.
 
 An input is a tensor, a tuple of a network's positional arguments, or a mapping, such as a dictionary or a
-tokenizer's output, of its named arguments. `outputs.py` splits the output of a batch.
+tokenizer's output, of its named arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subnetact.device import raise_if_explained
-from subnetact.errors import InvalidRequest
+from subnetact.errors import EngineError, InvalidRequest
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.failure import not_running
@@ -223,3 +223,30 @@ class Stager:
         computing.wait_stream(self._own.stream)
         batch.record_stream(computing)
         return batch
+
+
+def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:
+    """Split the output of a batch into those of the first `count` samples, on the CPU; errors say `where`."""
+    if isinstance(output, Tensor):
+        if output.shape[:1] != (size,):
+            raise EngineError(
+                f"{where}: the network returned a tensor of shape {tuple(output.shape)} for a batch of "
+                f"{size}, which cannot be split into samples; its first axis must be the batch"
+            )
+        # Who keeps a copy keeps neither the batch nor the answers to others, and cannot change a weight.
+        return [row.clone() for row in output[:count].detach().cpu().unbind(0)]
+    if isinstance(output, Mapping):
+        parts = {name: part for name, part in output.items() if part is not None}
+        columns = {name: unstack(part, count, size, f"{where}[{name!r}]") for name, part in parts.items()}
+        return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
+    if isinstance(output, (tuple, list)):
+        rows = [
+            [None] * count if part is None else unstack(part, count, size, f"{where}[{i}]")
+            for i, part in enumerate(output)
+        ]
+        return [tuple(row[i] for row in rows) for i in range(count)]
+    raise EngineError(
+        f"{where}: the network returned {type(output).__name__}, which cannot be split into samples; return "
+        "tensors, or tuples, lists or mappings of them (a language model returns its cache unless "
+        "model.config.use_cache is False)"
+    )

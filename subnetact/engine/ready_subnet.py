@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
-from subnetact.supernet.forward_state import watched_buffers
+from subnetact.supernet.forward_state import note_state_, watched_buffers
 from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -75,7 +75,7 @@ class Bound:
         written = watched_buffers(view)
         with torch.inference_mode(), suppress(Exception):
             call_with(view, x)
-        self.supernet.note_state(names := written())
+        note_state_(self.supernet, names := written())
         return bool(names)
 
 

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from subnetact.device import find_device
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.input_axes import InputAxes
-from subnetact.engine.inputs import Stager, first_of, shapes
-from subnetact.engine.outputs import unstack
+from subnetact.engine.inputs import Stager, first_of, shapes, unstack
 from subnetact.engine.runtime_program import onnx_session
 from subnetact.engine.subnet_program import quiet
 from subnetact.errors import (

@@ -58,6 +58,7 @@ from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.adapters import adapted, is_adapter, take_off_adapters_
 from subnetact.supernet.batches import as_batch
+from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
@@ -234,7 +235,7 @@ def insert_(
     supernet.description, found = description, description.proved
     if found is not None:
         supernet.proved = found
-        supernet.note_state(found.state)
+        note_state_(supernet, found.state)
         forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in found.memos)
     if supernet.norm_operators():
         supernet.adopt_statistics()

@@ -282,7 +282,7 @@ def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial
         permute_(supernet.network, orders)
         supernet.norms = table
     if original:
-        supernet.renew_original_statistics()
+        supernet.generation.note_original()
 
 
 def _statistics(

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from subnetact.errors import TrainingError
 from subnetact.operators.shards import require_same_subnet
 from subnetact.operators.tensor_version import tensor_version
-from subnetact.space import SizeRow
+from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
 
 OF_LAYERS = "_numbers_of_layers"
@@ -101,6 +101,12 @@ class Actuation:
         if changes is None or changes[-1][1] is not run:
             self._note(run)
         return run
+
+    def run_of(self, space: SubnetSpace, spec: SubnetSpec) -> Run:
+        """Return how a subnet of a space runs."""
+        if not isinstance(spec, SubnetSpec):
+            spec = space.check(spec)
+        return Run(spec, space.resolve(spec), spec.base == self.largest.spec.base)
 
     def corrected(
         self, module: nn.Module, run: Run, path: str, copied: Callable[[nn.Module], nn.Module] | None = None

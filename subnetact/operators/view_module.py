@@ -363,7 +363,8 @@ class Corrected(Extractable):
 
 
 def _remade(*kinds: Any) -> nn.Module:
-    return object.__new__(reduce(lambda cls, kind: mixed_class(kind, cls), reversed(kinds)))
+    module: nn.Module = object.__new__(reduce(lambda cls, kind: mixed_class(kind, cls), reversed(kinds)))
+    return module
 
 
 def mix_inside_(module: nn.Module, mixin: type) -> None:

@@ -8,8 +8,7 @@ Which file answers which question:
   of these networks are kept.
 - `generation.py`: whether the weights have changed, for everything that outlives such a change;
   `replacements.py`: whether modules or tensors were replaced.
-- `load.py`: how other weights are loaded, and which statistics rows stay; `storage.py`: the memory behind the
-  weights.
+- `load.py`: how other weights are loaded, into which memory, and which statistics rows stay.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `proof.py`: the one proof that

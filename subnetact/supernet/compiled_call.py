@@ -61,7 +61,7 @@ def _bound(supernet: Any, spec: SubnetSpec | None) -> tuple[nn.Module, Any]:
 
 def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
     """Return the network of a subnet, put together before it runs, for torch.compile."""
-    run = supernet._run_of(spec)
+    run = supernet._actuation.run_of(supernet.space, spec)
     copies = None if run.is_largest else private_buffers()
     norm = partial(SubnetNorm.module_of, run=run)
     network = bind(supernet.network, run.row, norm, trainable=True, frozen=copies)

@@ -6,6 +6,7 @@ They are no weights: every view has its own, which begins as the network's is wh
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,16 @@ def own_state_(view: nn.Module, names: Collection[str]) -> None:
         buffers = modules[path]._buffers if path in modules else {}
         if buffers.get(name) is not None:
             object.__setattr__(modules[path], "_buffers", {**buffers, name: own(buffers[name])})
+
+
+def note_state_(supernet: Any, names: Collection[str]) -> None:
+    """Note that a forward writes the buffers with these names, of which every view then has its own."""
+    buffers = (name for name, _ in supernet.network.named_buffers(remove_duplicate=False))
+    with supernet._generation.lock:
+        known = supernet.state
+        supernet.state = known.union(name for name in buffers if name in names)
+        if supernet.state != known:
+            supernet._generation.move(same=True)
 
 
 def watched_buffers(network: nn.Module) -> Callable[[], list[str]]:

@@ -119,7 +119,7 @@ class _HalfExchanged:
 class Generation:
     """Tells whether weights have changed, by a `number` that grows, and drops views of exchanged ones."""
 
-    def __init__(self, supernet: Any, views: Views) -> None:
+    def __init__(self, supernet: Any, views: Views, original: bool = False) -> None:
         self.number = next(_numbers)
         first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
         self.weights = Weights(weights_of(supernet.network, supernet.state), first)
@@ -129,6 +129,7 @@ class Generation:
         self._views = views
         self._replacements = Replacements()
         self._watch()
+        self._original = self.moment() if original else None
 
     def _watch(self) -> None:
         self._replacements.note(self._present(), self._supernet())
@@ -137,6 +138,15 @@ class Generation:
     def moment(self) -> Moment:
         """Return the moment of the present weights. It takes about 40 ns per parameter."""
         return self.weights.moment()
+
+    @property
+    def is_original(self) -> bool:
+        """Whether weights and statistics are those that the network came with, unchanged since."""
+        return self._original is not None and self._original == self.moment()
+
+    def note_original(self) -> None:
+        """Declare that a change of the weights left the function of the largest subnet as it was."""
+        self._original = self.moment()
 
     def look(self) -> None:
         """Let the next call look whether modules or tensors were replaced, or moved to other storage."""

@@ -1,23 +1,26 @@
-"""Load: other weights for a supernet, all at once, and whether its statistics rows belong to them."""
+"""Load: other weights for a supernet, all at once, and whether its statistics rows belong to them.
+
+The memory behind the tensors of a network is exchanged as a whole.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
-from subnetact.operators.tensor_version import tensor_place
+from subnetact.operators import SubnetNorm
+from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import hash_tensors
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.storage import renew_storage_
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -104,6 +107,37 @@ def load_(
     return result
 
 
+def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Move the tensors of a network to copies of their storage, as `exchange_storage_` does."""
+    tensors = [t for t in (*network.parameters(), *network.buffers()) if is_movable(t)]
+    storages = {storage_id(t): t.untyped_storage() for t in tensors}
+    copies = {number: storage.clone() for number, storage in storages.items()}  # type: ignore[no-untyped-call]
+    return exchange_storage_(tensors, copies)
+
+
+def exchange_storage_(
+    tensors: Iterable[Tensor], storages: Mapping[int, UntypedStorage]
+) -> list[tuple[Tensor, Tensor]]:
+    """Move tensors, by the `storage_id` of their storage; return each with one on its former storage."""
+    with torch.inference_mode(False), torch.no_grad():
+        moved = []
+        for tensor in {id(t): t for t in tensors if is_movable(t) and storage_id(t) in storages}.values():
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            moved.append((tensor, tensor.data, empty.set_(storages[storage_id(tensor)], *place)))
+        for tensor, _, new in moved:
+            tensor.data = new
+    return [(tensor, former) for tensor, former, _ in moved]
+
+
+def is_movable(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be given other storage."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    shared = tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
+    return not (shared or tensor.is_quantized or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+
+
 def before_outer_load(supernet: Any, *_: Any) -> None:
     """Note the statistics rows before a module around the supernet is loaded."""
     supernet.refresh()
@@ -122,7 +156,7 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
     It drops them if the load changed weights, lets an adopted row follow, and returns how many were dropped.
     """
     largest, before = supernet.norms.get(supernet.space.largest()), _weights_hash(supernet)
-    adopted = largest is not None and not supernet.statistics_of_largest()
+    adopted = largest is not None and not statistics_of_largest(supernet)
 
     def keep() -> int:
         dropped = 0 if _weights_hash(supernet) == before else len(supernet.norms) - adopted
@@ -133,6 +167,22 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
         return dropped
 
     return keep
+
+
+def statistics_of_largest(supernet: Any) -> dict[str, Tensor]:
+    """Return, by name, the shared statistics that are others in the row of the largest subnet."""
+    largest = supernet.space.largest()
+    row, sizes = supernet.norms.get(largest), supernet.space.resolve(largest)
+    pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
+    for path, norm in supernet.network.named_modules(remove_duplicate=False):
+        if isinstance(norm, SubnetNorm) and norm.path in pairs:
+            pair = norm.readable(sizes, pairs[norm.path])
+            for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
+                shared = norm.get_buffer(name)
+                norm.scatter_(sizes, tensor := shared.clone(), statistic)
+                if tensor.is_meta or not torch.equal(tensor, shared):
+                    others[f"{path}.{name}"] = tensor
+    return others
 
 
 def _weights_hash(supernet: Any) -> str:

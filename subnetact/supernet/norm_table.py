@@ -290,6 +290,15 @@ class NormTable:
         return table
 
 
+def required_table(table: Any, space: str) -> NormTable:
+    """Return a table if it is one of a space; otherwise raise SpecError or ForeignSpec."""
+    if not isinstance(table, NormTable):
+        raise SpecError(f"norms: expected a NormTable, got {type(table).__name__}; NormTable.load(path)")
+    if table.space != space:
+        raise ForeignSpec(f"the norm table must be of space {space}, got {table.space}")
+    return table
+
+
 def _moved(flat: Tensor, result: Tensor) -> Tensor:
     """Return the `result` of moving statistics, with at least the digits of float32."""
     if result.dtype is flat.dtype:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import ForeignSpec, InsertError, NotCalibrated, SpecError, ViewError
+from subnetact.errors import InsertError, NotCalibrated, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
@@ -35,15 +34,22 @@ from subnetact.supernet.bind import bind, operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.compiled_call import compiled_call
-from subnetact.supernet.forward_state import own_state_
+from subnetact.supernet.forward_state import note_state_, own_state_
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, fitting, load_, warn_of_shared
-from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.load import (
+    after_outer_load,
+    before_outer_load,
+    exchange_storage_,
+    fitting,
+    load_,
+    statistics_of_largest,
+    warn_of_shared,
+)
+from subnetact.supernet.norm_table import NormRow, NormTable, required_table
 from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
-from subnetact.supernet.storage import exchange_storage_
 from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views
 
@@ -178,23 +184,23 @@ class Supernet(ReadThrough):
         self.report = report
         self._hold(network)
         self._largest = space.largest()
-        self._actuation = Actuation(self._run_of(self._largest), self._own(NormTable(space.id)))
+        largest = Run(self._largest, space.resolve(self._largest), is_largest=True)
+        self._actuation = Actuation(largest, NormTable(space.id).to_like(self._any_norm()))
         network.register_forward_pre_hook(self._actuation.begin)
         network.register_forward_hook(self._actuation.end, always_call=True)
         self._actuation.supernet = weakref.ref(self)
         for operator in operators_in(network):
             operator.actuation = self._actuation
         self._views = Views()
-        self._generation = Generation(self, self._views)
+        self._generation = Generation(self, self._views, came_trained(self.norm_operators().values()))
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
-        self._original = self._generation.moment() if came_trained(self.norm_operators().values()) else None
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_outer_load)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        original = self._unchanged_since_then()
+        original = self.generation.is_original
         state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
@@ -226,8 +232,7 @@ class Supernet(ReadThrough):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._actuation.supernet = weakref.ref(self)
         self._views = Views()
-        self._generation = Generation(self, self._views)
-        self._original = self._generation.moment() if state["_original"] else None
+        self._generation = Generation(self, self._views, self.__dict__.pop("_original"))
 
     @property
     def network(self) -> Any:
@@ -261,7 +266,10 @@ class Supernet(ReadThrough):
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._actuation.norms = self._own(table)
+        self._actuation.norms = required_table(table, self.space.id).to_like(self._any_norm())
+
+    def _any_norm(self) -> SubnetNorm | None:
+        return next(iter(self.norm_operators().values()), None)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
@@ -307,7 +315,9 @@ class Supernet(ReadThrough):
         with self._generation.lock:
             put_precision_(network, settings, len(self.space.dimensions))
             self.space, self.precision = space, settings
-            self._actuation.largest, self._actuation.active = map(self._run_of, (self._largest, self.active))
+            actuation = self._actuation
+            runs = [actuation.run_of(space, run.spec) for run in (actuation.largest, actuation.active)]
+            actuation.largest, actuation.active = runs
             self._generation.move(same=True)
         return space
 
@@ -360,7 +370,11 @@ class Supernet(ReadThrough):
         norms = self.norms
         with self._views.lock:
             view = self._views.get(spec, norms.get(spec))
-        return self._build(spec) if view is None else view
+        if view is None:
+            spec = self.space.check(spec)
+            with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
+                view = self._views.keep(spec, *self.private_view(spec), self)
+        return view
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
@@ -396,7 +410,7 @@ class Supernet(ReadThrough):
         """Make `supernet(x)` run the subnet `spec` from now on. Forward passes under way are not affected."""
         spec = self.space.check(spec)
         self.subnet(spec)
-        self._actuation.active = self._run_of(spec)
+        self._actuation.active = self._actuation.run_of(self.space, spec)
 
     def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
         """Run a subnet.
@@ -449,29 +463,10 @@ class Supernet(ReadThrough):
             ...     loss = supernet.network(**batch).loss
             >>> loss.backward()
         """
-        run = self._run_of(spec)
+        run = self._actuation.run_of(self.space, spec)
         with self._generation.lock:  # A forked process may have none of the other part of the weights.
             network = self._present()
         return self._actuation.running(run, network)
-
-    def _run_of(self, spec: SubnetSpec) -> Run:
-        if not isinstance(spec, SubnetSpec):
-            spec = self.space.check(spec)
-        return Run(spec, self.space.resolve(spec), spec.base == self._largest)
-
-    def statistics_of_largest(self) -> dict[str, Tensor]:
-        """Return, by name, the shared statistics that are others in the row of the largest subnet."""
-        row, sizes = self.norms.get(self._largest), self.space.resolve(self._largest)
-        pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-        for path, norm in self._present().named_modules(remove_duplicate=False):
-            if isinstance(norm, SubnetNorm) and norm.path in pairs:
-                pair = norm.readable(sizes, pairs[norm.path])
-                for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
-                    shared = norm.get_buffer(name)
-                    norm.scatter_(sizes, tensor := shared.clone(), statistic)
-                    if tensor.is_meta or not torch.equal(tensor, shared):
-                        others[f"{path}.{name}"] = tensor
-        return others
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of the subnet `spec`, in evaluation mode, with its own weights.
@@ -500,14 +495,6 @@ class Supernet(ReadThrough):
                 self.on_bind(self, network, spec, self.generation.weights.of_copy(network, self.state))
             return network
 
-    def note_state(self, names: Collection[str]) -> None:
-        """Note that a forward writes the buffers with these `names`, of which every view then has its own."""
-        buffers = (name for name, _ in self._present().named_buffers(remove_duplicate=False))
-        with self._generation.lock:
-            known, self.state = self.state, self.state.union(name for name in buffers if name in names)
-            if self.state != known:
-                self._generation.move(same=True)
-
     def remove(self) -> nn.Module:
         """Put every module that an operator replaced back into its place, and return the ordinary network.
 
@@ -522,7 +509,7 @@ class Supernet(ReadThrough):
             >>> assert supernet.remove() is model
         """
         elastic = self._present()
-        for path, tensor in self.statistics_of_largest().items():
+        for path, tensor in statistics_of_largest(self).items():
             norm, _, name = path.rpartition(".")
             elastic.get_submodule(norm)._buffers[name] = tensor
         operators = operators_in(elastic)
@@ -576,7 +563,7 @@ class Supernet(ReadThrough):
             except (InsertError, SpecError):
                 if number == self.generation.number:
                     raise  # Otherwise weights were exchanged in place meanwhile.
-        self.note_state(written)
+        note_state_(self, written)
         if self.proved is not None:
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
@@ -611,16 +598,17 @@ class Supernet(ReadThrough):
                 "allow_uncalibrated=True, to use the shared ones"
             )
 
-    def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the BatchNorm statistics that the subnet `spec` runs on: its own, or the shared ones.
+    def statistics(self, spec: SubnetSpec, shared: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the BatchNorm statistics that the subnet `spec` runs on: its own, or the `shared` ones.
 
         They are the tensors in use, not copies: BatchNorm name -> (mean, variance), of shape (channels,).
 
         Raises:
             SpecError: its own statistics lack a BatchNorm or have another number of channels.
         """
-        spec = self.space.check(spec)
-        return self._statistics(spec, self.norms.get(spec))
+        spec, found = self.space.check(spec), dict[str, tuple[Tensor, Tensor]]()
+        self._bind(spec, None if shared else self.norms.get(spec), note=found, hooked=False)
+        return found
 
     def adopt_statistics(self) -> None:
         """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
@@ -629,26 +617,14 @@ class Supernet(ReadThrough):
         """
         largest = self.space.largest()
         with outside_modes():
-            self._actuation.norms.update({largest: NormRow.of(self._statistics(largest, None))})
-
-    def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        self._bind(spec, row, note=found, hooked=False)
-        return found
+            self._actuation.norms.update({largest: NormRow.of(self.statistics(largest, shared=True))})
 
     def has_original_statistics(self) -> bool:
         """Tell whether the largest subnet is the trained network that `insert_` was given, unchanged since.
 
         `calibrate` then leaves it alone. Networks of families were trained as supernets.
         """
-        return self.origin is None and self._unchanged_since_then()
-
-    def renew_original_statistics(self) -> None:
-        """Declare that a change of weights left the function of the largest subnet as it was."""
-        self._original = self.generation.moment()
-
-    def _unchanged_since_then(self) -> bool:
-        return self._original is not None and self._original == self.generation.moment()
+        return self.origin is None and self.generation.is_original
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -801,7 +777,7 @@ class Supernet(ReadThrough):
         prefix = kwargs.get("prefix", "".join(args[1:2]))
         with self._generation.lock:
             state = self._present().state_dict(*args, **kwargs)
-            state.update({prefix + name: t for name, t in self.statistics_of_largest().items()})
+            state.update({prefix + name: t for name, t in statistics_of_largest(self).items()})
             return state
 
     def load_state_dict(
@@ -841,7 +817,7 @@ class Supernet(ReadThrough):
             ForeignSpec: the norm table is of another space.
         """
         if norms is not None:
-            self._require_own(norms)
+            required_table(norms, self.space.id)
         state_dict = fitting(state_dict, self._present().state_dict(), strict)
         return load_(self, state_dict, strict, assign, norms)
 
@@ -866,7 +842,7 @@ class Supernet(ReadThrough):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
-            original = self._unchanged_since_then()
+            original = self.generation.is_original
             before = [storage_id(tensor) for tensor in self.tensors()]
             self._generation.begin_exchange()
             try:
@@ -874,7 +850,8 @@ class Supernet(ReadThrough):
                 self._actuation.norms.apply(fn)
             finally:
                 self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
-                self._original = self._generation.moment() if original else None
+                if original:
+                    self._generation.note_original()
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
@@ -887,25 +864,6 @@ class Supernet(ReadThrough):
                 "the supernet's operators were removed; call insert_ again, or use what remove() returned"
             )
         return network
-
-    def _require_own(self, table: NormTable) -> None:
-        given: Any = table
-        if not isinstance(given, NormTable):
-            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
-        if table.space != self.space.id:
-            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
-
-    def _own(self, table: NormTable) -> NormTable:
-        """Return a copy of a norm table, on the device of the weights."""
-        self._require_own(table)
-        return table.to_like(next(iter(self.norm_operators().values()), None))
-
-    def _build(self, spec: SubnetSpec) -> nn.Module:
-        spec = self.space.check(spec)
-        with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
-            view, statistics = self.private_view(spec)
-            state_sizes = partial(state_sizes_, whole=self._present(), space=self.space, spec=spec)
-            return self._views.keep(spec, view, statistics, self.cached_views, state_sizes)
 
     def _bind(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from subnetact.operators.packed_copy import frozen_parameter
 from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.stated_sizes import state_sizes_
 
 _NOTHING = (None, None, None)
 
@@ -37,26 +37,19 @@ class Views:
         self._kept.move_to_end(spec)
         return view
 
-    def keep(
-        self,
-        spec: SubnetSpec,
-        view: nn.Module,
-        row: NormRow | None,
-        limit: int,
-        state_sizes: Callable[[nn.Module], None],
-    ) -> nn.Module:
+    def keep(self, spec: SubnetSpec, view: nn.Module, row: NormRow | None, supernet: Any) -> nn.Module:
         """Keep a view until somebody changes it, and evict others beyond the limit; return the one kept.
 
-        That is another one if another thread was faster. Settings of its own say the sizes of the subnet:
-        `state_sizes` puts them there.
+        That is another one if another thread was faster. Settings of its own say the sizes of the subnet.
         """
+        state_sizes = partial(state_sizes_, whole=supernet.network, space=supernet.space, spec=spec)
         with self.lock:
             if (cached := self.get(spec, row)) is not None:
                 return cached
             keeping = Keeping(view, partial(_drop, weakref.ref(self), spec), state_sizes)
             self._kept[spec] = view, row, keeping
             keep_(view, keeping)
-            while len(self._kept) > limit:
+            while len(self._kept) > supernet.cached_views:
                 self._kept.popitem(last=False)
         return view
 

@@ -24,7 +24,7 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
 from subnetact.files.fork import new_lock
 from subnetact.operators.tensor_version import changes_of, storage_id
-from subnetact.supernet.storage import is_movable
+from subnetact.supernet.load import is_movable
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 

@@ -20,7 +20,7 @@ from subnetact import Engine, calibrate
 from subnetact.device import MachineFacts
 from subnetact.engine import EngineStats, fusion_plan, packed_linear
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.sliced_conv import SlicedConv
+from subnetact.engine.packed_conv import SlicedConv
 from subnetact.errors import SpecError
 from subnetact.operators.operation_traits import operation_of
 from subnetact.supernet.supernet import Supernet

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 import subnetact
 import subnetact.serving
 from subnetact import Batcher, Engine, Supernet, calibrate, insert_, profile_latency
-from subnetact.engine.inputs import Stager, check_input, samples_of, shapes
-from subnetact.engine.outputs import unstack
+from subnetact.engine.inputs import Stager, check_input, samples_of, shapes, unstack
 from subnetact.errors import EngineError, InvalidRequest, TableError
 from subnetact.serving import Fixed
 from subnetact.supernet.batches import call_with
