@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,6 @@ def _of_subnetact(name: str, arguments: dict[str, Any], _: Any) -> Any:
     return new_digits_supernet()
 
 
-def _of_families(name: str, arguments: dict[str, Any], _: Any) -> Any:
-    import ofa_adapters
-
-    return ofa_adapters.load(name, None, **arguments)
-
-
 def _of_transformers(name: str, arguments: dict[str, Any], config: Any) -> Any:
     import transformers
 
@@ -254,7 +249,7 @@ def _of_torchvision(name: str, arguments: dict[str, Any], _: Any) -> Any:
 
 _LIBRARIES: dict[str, Callable[[str, dict[str, Any], Any], Any]] = {
     "subnetact": _of_subnetact,
-    "ofa_adapters": _of_families,
+    "ofa_adapters": lambda name, given, _: import_module("ofa_adapters").load(name, None, **given),
     "transformers": _of_transformers,
     "timm": _of_timm,
     "torchvision": _of_torchvision,

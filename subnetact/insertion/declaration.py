@@ -289,19 +289,19 @@ def _is_within(observed: Observation, group: Group, block: str) -> bool:
 
 def _with_neurons(observed: Observation, group: Group, linear: Sequence[Member]) -> Group:
     """Return the group of a feed-forward network, with the numbers of neurons that its module states."""
-    around = _common([m.module for m in linear])
-    if around in observed.blocks:
+    home = _common([m.module for m in linear])
+    if home in observed.blocks:
         return replace(group, name=f"{linear[0].module}.ffn", axis="ffn")
-    numbers = own_numbers(observed.modules[around], vocabulary.NEURONS, group.full)
-    end = [Member(around, name, ElasticAttribute) for name in numbers if around in observed.calls]
+    numbers = own_numbers(observed.modules[home], vocabulary.NEURONS, group.full)
+    end = [Member(home, name, ElasticAttribute) for name in numbers if home in observed.calls]
     return replace(
-        group, name=f"{around}.ffn", axis="ffn", members=tuple(dict.fromkeys((*group.members, *end)))
+        group, name=f"{home}.ffn", axis="ffn", members=tuple(dict.fromkeys((*group.members, *end)))
     )
 
 
-def _around(path: str) -> list[str]:
-    """Return a module and those around it, the innermost first."""
-    return [path, *(_around(_parent(path)) if path else [])]
+def around(path: str) -> list[str]:
+    """Return the names of a module, of those around it, the innermost first, and at last of the model."""
+    return [path, *(around(_parent(path)) if path else [])]
 
 
 def _heads_in(observed: Observation, path: str) -> int:
@@ -316,7 +316,7 @@ def _with_heads(
     """Yield a group of heads with the numbers that modules state of them, those of widths at last."""
     block = blocks[0] if blocks else ""
     path = _common([w for w in writers if observed.block_of(w) == block] if blocks else writers)
-    heads = ((p, _heads_in(observed, p)) for p in _around(path))
+    heads = ((p, _heads_in(observed, p)) for p in around(path))
     home = next((p for p, number in heads if number and number % group.full == 0), None)
     if home is None:
         return
@@ -349,10 +349,10 @@ def _blocks(observed: Observation, elastic: Sequence[str], refused: dict[str, st
     found: dict[str, torch.Size] = {}
     stacks = grouped((_parent(block), block) for block in observed.blocks)
     for stack, blocks in stacks.items():
-        around = any(other.startswith(f"{stack}.") for other in stacks)
+        contains = any(other.startswith(f"{stack}.") for other in stacks)
         checkpointed = all(is_transformer_block(observed.modules[b]) for b in blocks)
         transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
-        if around or not transformer or not any(b in observed.calls for b in blocks):
+        if contains or not transformer or not any(b in observed.calls for b in blocks):
             continue
         keeps = "store_full_length_kv"  # An attention stores keys and values for others, as in Gemma 3n.
         storing = [b for b in blocks if any(getattr(m, keeps, False) for m in observed.modules[b].modules())]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
@@ -229,7 +230,13 @@ class Description:
         self.overrides = dict(overrides or {})
         self.vocabulary = vocabulary
         self.proved: ProvedInputs | None = None  # of this description as it is, and in no file
-        self._check_parts()
+        for module, members in self._members().items():
+            if len({member.operator for _, member in members}) > 1:
+                raise InsertError(f"{name}: {module} gets several operators; give it one")
+            whole = [member.part for _, member in members if member.start is None]
+            for _, member in members:
+                if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
+                    raise InsertError(f"{name}: {module}.{member.part} follows several groups")
         for group in found:
             if (size := min(group.sizes.values(), default=group.least)) < group.least:
                 allowed = f"choose from {group.least} to {group.full}"
@@ -246,10 +253,11 @@ class Description:
         """The search space: an axis per kind of size, and a slot per group and per stage."""
         own, words = tuple(self.slots.values()), self.vocabulary
         axes = [Axis(axis, tuple(map(_slot, slots))) for axis, slots in groupby(own, lambda slot: slot.axis)]
+        sizes = partial(_sizes, own)  # no closure, so that spaces can be pickled
         if words is None:
-            return SubnetSpace(self.name, axes, _Sizes(own))
+            return SubnetSpace(self.name, axes, sizes)
         configs = LayerConfigs(words, own)
-        return SubnetSpace(self.name, axes, _Sizes(own), configs.read, configs.write)
+        return SubnetSpace(self.name, axes, sizes, configs.read, configs.write)
 
     @property
     def elastic(self) -> dict[str, Elastic]:
@@ -396,33 +404,19 @@ class Description:
     def _members(self) -> dict[str, list[tuple[Group, Member]]]:
         return grouped((m.module, (group, m)) for group in self.groups.values() for m in group.members)
 
-    def _check_parts(self) -> None:
-        for module, members in self._members().items():
-            if len({member.operator for _, member in members}) > 1:
-                raise InsertError(f"{self.name}: {module} gets several operators; give it one")
-            whole = [member.part for _, member in members if member.start is None]
-            for _, member in members:
-                if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
-                    raise InsertError(f"{self.name}: {module}.{member.part} follows several groups")
-
     def _edited(self, edit: Callable[[Any], Any], refused: dict[str, str]) -> Description:
         groups, stages = (filter(None, map(edit, own.values())) for own in (self.groups, self.stages))
         why = self.refused | refused
         return Description(self.name, groups, stages, why, self.overrides, self.vocabulary)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Axis values -> sizes. It is an object and not a closure, so that spaces can be pickled."""
-
-    slots: tuple[Group | DepthStage, ...]
-
-    def __call__(self, values: AxisValues) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        choices = {axis: iter(chosen) for axis, chosen in values.items()}
-        for slot in self.slots:
-            sizes.update(slot.dimensions(slot.sizes[next(choices[slot.axis])]))
-        return sizes
+def _sizes(slots: tuple[Group | DepthStage, ...], values: AxisValues) -> dict[str, int]:
+    """Return the sizes that some axis values mean."""
+    sizes: dict[str, int] = {}
+    choices = {axis: iter(chosen) for axis, chosen in values.items()}
+    for slot in slots:
+        sizes.update(slot.dimensions(slot.sizes[next(choices[slot.axis])]))
+    return sizes
 
 
 def _slot(slot: Group | DepthStage) -> Slot:

@@ -113,6 +113,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     return found  # type: ignore[no-any-return]
 
 
+@cache
 def heterogeneous(cls: Any) -> Any:
     """Return a class of transformers whose layers have the sizes that `config.per_layer_config` states.
 
@@ -133,7 +134,23 @@ def heterogeneous(cls: Any) -> Any:
         >>> config.per_layer_config = supernet.space.format(spec)
         >>> model = subnetact.insertion.heterogeneous(transformers.LlamaForCausalLM)(config)
     """
-    return cls if getattr(cls, "builds_each_layer", False) else _heterogeneous(cls)
+    if getattr(cls, "builds_each_layer", False):
+        return cls
+    kind: Any = cls.config_class
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        plain = copy.deepcopy(config)
+        plain.per_layer_config = None
+        cls.__init__(self, plain, *args, **kwargs)
+        config._attn_implementation = plain._attn_implementation
+        _build_layers(self, config)
+        self.config = config
+        if config.is_heterogeneous and config.__class__ == kind:
+            config.__class__ = layered(kind)
+
+    namespace = {"__init__": init, "__module__": cls.__module__, "builds_each_layer": True}
+    namespace["config_class"] = layered(kind)
+    return type(cls.__name__, (cls,), namespace)
 
 
 @cache
@@ -158,25 +175,6 @@ def layered(kind: Any) -> Any:
     methods = {"get_config_dict": classmethod(get_config_dict), "save_pretrained": save_pretrained}
     found: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
     return found
-
-
-@cache
-def _heterogeneous(cls: Any) -> Any:
-    kind: Any = cls.config_class
-
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        plain = copy.deepcopy(config)
-        plain.per_layer_config = None
-        cls.__init__(self, plain, *args, **kwargs)
-        config._attn_implementation = plain._attn_implementation
-        _build_layers(self, config)
-        self.config = config
-        if config.is_heterogeneous and config.__class__ == kind:
-            config.__class__ = layered(kind)
-
-    namespace = {"__init__": init, "__module__": cls.__module__, "builds_each_layer": True}
-    namespace["config_class"] = layered(kind)
-    return type(cls.__name__, (cls,), namespace)
 
 
 def _build_layers(model: nn.Module, config: Any) -> None:

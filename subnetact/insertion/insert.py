@@ -41,7 +41,7 @@ from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
-from subnetact.insertion.declaration import declared
+from subnetact.insertion.declaration import around, declared
 from subnetact.insertion.description import AXES, DepthStage, Description, Group, without_numbers
 from subnetact.insertion.description_proof import Case, Proof, advice_on
 from subnetact.insertion.fold import computed_tensors
@@ -376,9 +376,7 @@ def _selected(
 
 def _means(patterns: Sequence[str], name: str) -> bool:
     """Tell whether one of the patterns means a module, or a module around it."""
-    parts = name.split(".")
-    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(fnmatchcase(path, pattern) for path in around for pattern in patterns)
+    return any(fnmatchcase(path, pattern) for path in around(name)[:-1] for pattern in patterns)
 
 
 def _nothing(model: nn.Module, description: Description) -> str:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from traceback import walk_tb
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import tensors_in
 from subnetact.device import ran_out_of_memory
-from subnetact.errors import InsertError, SpecError, SubnetActError, first_line
+from subnetact.errors import InsertError, SpecError, SubnetActError
 from subnetact.operators.shards import is_collective
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
@@ -152,7 +151,7 @@ def sandwich_step(
     with model.no_sync() if parallel else nullcontext():  # One average of the sum of all gradients is enough.
         for spec in specs:
             with plain.running(spec):
-                scores = output(_run(model, x, largest=not losses))
+                scores = output(_run(model, x, plain.network, largest=not losses))
                 if wanted is None or not distillation:
                     total = loss(scores, labels)
                     if distillation and len(specs) > 1:
@@ -205,26 +204,18 @@ def drawn(
     return [*others[:1], smallest, *others[1:]]
 
 
-def _run(model: nn.Module, x: Any, largest: bool) -> Any:
+def _run(model: nn.Module, x: Any, network: nn.Module, largest: bool) -> Any:
     try:
         return call_with(model, x)
     except RuntimeError as error:
         if largest or isinstance(error, SubnetActError) or ran_out_of_memory(error):
             raise
         raise InsertError(
-            f"a subnet does not run in training mode, although the first one does: {_place(error)}; "
-            "what only training runs, such as an auxiliary classifier, was not seen by insert_: remove it "
-            "from the model before insert_, or keep what it reads at its full size (fixed=...)"
+            "a subnet does not run in training mode, although the first one does: "
+            f"{summary(network, error)}; what only training runs, such as an auxiliary classifier, was not "
+            "seen by insert_: remove it from the model before insert_, or keep what it reads at its full size "
+            "(fixed=...)"
         ) from error
-
-
-def _place(error: BaseException) -> str:
-    """Return the first line of an error, after the name of the module of the subnet that raised it."""
-    for frame, _ in walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
-            return summary(module, error)
-    return first_line(error)
 
 
 def average_gradients(supernet: Supernet, group: Any = None) -> None:
