@@ -212,8 +212,8 @@ def _run(model: nn.Module, x: Any, network: nn.Module, largest: bool) -> Any:
             raise
         raise InsertError(
             "a subnet does not run in training mode, although the first one does: "
-            f"{summary(network, error)}; what only training runs, such as an auxiliary classifier, was not "
-            "seen by insert_: remove it from the model before insert_, or keep what it reads at its full size "
+            f"{summary(network, error)}; what only training runs, as an auxiliary classifier, was not seen "
+            "by insert_: remove it from the model before insert_, or keep what it reads at its full size "
             "(fixed=...)"
         ) from error
 
