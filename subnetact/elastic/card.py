@@ -78,7 +78,9 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     timed: dict[str, list[str]] = {}
     for name, table in tables.items():  # A profile's table for schedulers is of the same measurement.
         size = table.batch_sizes[int(np.isfinite(table.latency_ms).any(0).argmax())]  # the smallest that ran
-        heading = _heading(name, table.select(batch_sizes=[size]))
+        stamp, where = table.stamp, table.select(batch_sizes=[size]).conditions
+        facts = (f"{fact} {stamp[fact]}" for fact in ("statistic", "dtype", "input_shape") if fact in stamp)
+        heading = ", ".join(["ms", where if "device" in stamp else f"{where}, {name}", *facts])
         cells = [_shown(table.latency_at(key, size)) if key in table.subnets else "" for key in keys]
         timed[heading if timed.get(heading, cells) == cells else f"{heading}, {name}"] = cells
     rows = [["subnet", "parameters", *known, *timed]]
@@ -102,14 +104,6 @@ def _lines(document: Mapping[str, Any], tables: _Tables, supernet: Supernet | No
     if lines := opening(model):
         yield from ("", "# the largest, without subnetact", *lines)
     yield "```"
-
-
-def _heading(name: str, table: LatencyTable) -> str:
-    """Return what a column of latencies is of, in those facts that the stamp of its table has."""
-    stamp = table.stamp
-    where = table.conditions if "device" in stamp else f"{table.conditions}, {name}"
-    facts = (f"{fact} {stamp[fact]}" for fact in ("statistic", "dtype", "input_shape") if fact in stamp)
-    return ", ".join(["ms", where, *facts])
 
 
 def _shown(value: float | None) -> str:

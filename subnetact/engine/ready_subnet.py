@@ -48,25 +48,22 @@ class Bound:
         return same_statistics and self.number == self.supernet.generation.number
 
     @cached_property
-    def reads(self) -> list[Tensor]:
-        """The tensors that the view reads; what a packed copy is made of, for that is never late."""
+    def _reads(self) -> list[Tensor]:
+        """The tensors that the view reads and that count changes; of a packed copy, what it is made of."""
         row = self.statistics_row
         found: list[Any] = [*self.view.parameters(), *([] if row is None else [row.flat])]
         for module in self.view.modules():
             if row is None or not is_batch_norm(module):
                 found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
-        return [source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t])]
+        read = (source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t]))
+        return [t for t in read if not t.is_inference()]
 
     def moment(self) -> tuple[Any, ...]:
         """Return another value after any change of what this view reads."""
         generation = self.supernet.generation
         if self.statistics_row is None:  # Nothing counts the changes of shared statistics but their owner.
             return generation.number, generation.moment()
-        return generation.number, sum(map(_version, self._counted))
-
-    @cached_property
-    def _counted(self) -> list[Tensor]:
-        return [t for t in self.reads if not t.is_inference()]  # Others count no changes.
+        return generation.number, sum(map(_version, self._reads))
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""

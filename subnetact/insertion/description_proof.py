@@ -24,7 +24,7 @@ from subnetact.space import Slot, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.failure import summary
 from subnetact.supernet.forward_state import watched_buffers
-from subnetact.supernet.module_outputs import outputs_and_calls, outputs_of
+from subnetact.supernet.module_outputs import Calls, outputs_and_calls, outputs_of
 from subnetact.supernet.proof import TIES, as_double, in_double, prove
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
@@ -91,7 +91,7 @@ class Proof:
             if not equal(full, expected, WHOLE):
                 again = equal(outputs_of(self.model, x), expected, WHOLE)
                 return f"the largest subnet differs from the model{'' if again else RANDOM_OUTPUT}", {}
-            variants = [v for v in smaller(x) if self._calls_alike(view, v, calls)]
+            variants = called_alike(self.network, view, smaller(x), calls)
             self.few.append(variants[0] if variants else x)
             self.proved.forms |= set(map(self.proved.form, [x, *variants]))
         self.proved.state = written()
@@ -104,14 +104,6 @@ class Proof:
                 return next(iter(hidden.values())), hidden
             failure = self._tried([smallest, every_block], self.few) if self._modules else None
         return failure or self._tried(others, self.few, foreign=False)
-
-    def _calls_alike(self, view: nn.Module, x: Any, calls: list[tuple[str, str]]) -> bool:
-        """Tell whether a view runs on an input and calls the same functions as for another one."""
-        try:
-            return outputs_and_calls(self.network, view, x)[1] == calls
-        except Exception as error:
-            raise_if_explained(error)
-            return False
 
     def _tried(
         self, specs: Iterable[SubnetSpec], inputs: list[Any] | None = None, foreign: bool = True
@@ -238,6 +230,17 @@ class Proof:
             where = exact if exact is not None and exact.kind == "differs" else finding
             return f"{FAULTS['differs']}, first at {where.why}"
         return FAULTS[finding.kind].format(why=finding.why)
+
+
+def called_alike(network: nn.Module, view: nn.Module, inputs: list[Any], calls: Calls) -> list[Any]:
+    """Return the inputs on which a view runs, and calls the same functions as for another one."""
+    found = []
+    for x in inputs:
+        try:
+            found += [x] if outputs_and_calls(network, view, x)[1] == calls else []
+        except Exception as error:
+            raise_if_explained(error)
+    return found
 
 
 def advice_on(slot: Any, why: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,7 +26,7 @@ from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Group, Member
-from subnetact.insertion.description_proof import WHOLE
+from subnetact.insertion.description_proof import WHOLE, called_alike
 from subnetact.operators import ElasticAttribute, LayerSelect, Operator
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
@@ -162,10 +162,8 @@ class Trial:
                 f"the largest subnet does not run on the example: {summary(view, error)}; give a batch "
                 "that the network takes"
             ) from error
-        for few in smaller(self._inputs[0])[:1]:
-            with suppress(Exception):
-                if outputs_and_calls(self._copy, shared_view(self._copy, row), few)[1] == calls:
-                    self._inputs = [few]
+        few = smaller(self._inputs[0])[:1]
+        self._inputs = called_alike(self._copy, shared_view(self._copy, row), few, calls) or self._inputs
         self._expected = [outputs_of(view, self._inputs[0])]
         candidates = chain(self._inputs, other_inputs(view, self._inputs[0]))
         useful, self._hidden = showing(self._copy, view, row, candidates)

@@ -84,10 +84,8 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
     return [children[i] for i in selected]
 
 
-Method: TypeAlias = Callable[[SearchState, int], list[SubnetSpec]]
-"""Returns new subnets from the search so far and their number."""
-
-METHODS: dict[str, Method] = {"evolution": evolve, "exhaustive": exhaust, "random": sample}
+METHODS: dict[str, Callable[[SearchState, int], list[SubnetSpec]]]
+METHODS = {"evolution": evolve, "exhaustive": exhaust, "random": sample}
 
 
 def _children(variation: Variation, parents: Sequence[SubnetSpec]) -> Iterator[SubnetSpec]:
