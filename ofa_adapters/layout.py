@@ -20,18 +20,21 @@ LARGEST_CHOICE = 8192
 
 
 class Layout:
-    """What the choices of a family mean in sizes, and upstream's notation; it is pickled with the space."""
+    """What the choices of a family mean in sizes, and upstream's notation; it is pickled with the space.
+
+    Attributes:
+        family: the name of the search space.
+        keys: the axis of every key of an upstream configuration.
+        single: the keys that hold one value instead of a list.
+        optional: the keys that a configuration may leave out.
+        ignored: the keys of upstream's search results that do not describe the network.
+    """
 
     family: ClassVar[str]
-    """The name of the search space."""
     keys: ClassVar[Mapping[str, str]]
-    """The axis of every key of an upstream configuration."""
     single: ClassVar[tuple[str, ...]] = ()
-    """The keys that hold one value instead of a list."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """The keys that a configuration may leave out."""
     ignored: ClassVar[tuple[str, ...]] = ()
-    """The keys of upstream's search results that do not describe the network."""
 
     def axes(self) -> list[Axis]:
         """Return the axes of the search space."""

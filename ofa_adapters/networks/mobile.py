@@ -119,7 +119,12 @@ class MobileStage:
 
 @dataclass(frozen=True)
 class MobileLayout(Layout):
-    """A fixed first block, then elastic stages; `widths` run from the stem to the 1x1 convolutions."""
+    """A fixed first block, then elastic stages; `widths` run from the stem to the 1x1 convolutions.
+
+    Attributes:
+        first_residual: whether the fixed first block has a residual connection.
+        activations: those of the stem, of the fixed first block, and of the 1x1 convolutions.
+    """
 
     widths: tuple[int, ...]
     kernels: tuple[int, ...]
@@ -130,9 +135,7 @@ class MobileLayout(Layout):
     ignored = ("image_size", "r")
     stages: ClassVar[tuple[MobileStage, ...]]
     first_residual: ClassVar[bool]
-    """Whether the fixed first block has a residual connection."""
     activations: ClassVar[tuple[Activation, Activation, Activation]]
-    """The activations of the stem, of the fixed first block, and of the 1x1 convolutions."""
 
     @property
     def blocks(self) -> list[tuple[int, int, int]]:

@@ -15,27 +15,31 @@ class ScriptedSubnets(nn.Module):
 
     The attributes are the file's own description, which Python reads as `model.accuracy` and C++ as
     `model.attr("accuracy")`.
+
+    Attributes:
+        accuracy: of every subnet, percent; NaN if it is not known.
+        inputs: of every input its name, dtype, and axes, `InputAxes.described`.
+        limits: of every axis of every input, `InputAxes.limits`.
+        facts: fingerprint, space, machine and versions. If there is a latency table, those of its
+            measurement.
+        latency_ms: of every subnet at every batch size; NaN if it does not run. Empty without a table.
+        options: per batch size: latency, accuracy and number of the Pareto-optimal subnets, the most accurate
+            first.
+        cheapest: per accuracy: that, the cheapest subnet that reaches it, and its largest batch size.
     """
 
     rows: list[list[int]]  # a size row, then where the statistics of every BatchNorm start in `means`
     keys: list[str]
     accuracy: list[float]
-    """Of every subnet, percent; NaN if it is not known."""
     inputs: list[str]
-    """Of every input its name, dtype, and axes, `InputAxes.described`."""
     limits: list[list[tuple[str, int, int]]]
-    """Of every axis of every input, `InputAxes.limits`."""
     facts: dict[str, str]
-    """Fingerprint, space, machine and versions. If there is a latency table, those of its measurement."""
     slo_ms: float
     buckets: int
     batch_sizes: list[int]
     latency_ms: list[list[float]]
-    """Of every subnet at every batch size; NaN if it does not run. Empty without a latency table."""
     options: list[list[tuple[float, float, int]]]
-    """Per batch size: latency, accuracy and number of the Pareto-optimal subnets, the most accurate first."""
     cheapest: list[tuple[float, int, int]]
-    """Per accuracy: that, the cheapest subnet that reaches it, and its largest batch size."""
 
     def __init__(
         self, network: nn.Module, means: Tensor, variances: Tensor, description: dict[str, Any]

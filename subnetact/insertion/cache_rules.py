@@ -53,20 +53,25 @@ class CacheArgument:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of a language model, and the sizes, by position, on which its keys and values depend."""
+    """A layer of a language model, and the sizes, by position, on which its keys and values depend.
+
+    Attributes:
+        name: of the layer in the network.
+        argument: the argument that takes the cache.
+        kept: a position in size rows, and the size there with which subnets keep the layer; None: all do.
+        writes: whether the layer has keys and values of its own, and does not read those of another layer.
+        shape: the sizes that give keys and values their shape, of the heads for example.
+        inner: the other sizes that its keys and values depend on, beside its input.
+        rest: the sizes in the layer on which only the layers behind it depend, of its feed-forward network.
+    """
 
     name: str
     argument: CacheArgument
     kept: tuple[int, int] | None
-    """A position in size rows, and the size there with which subnets keep the layer; None: all do."""
     writes: bool
-    """Whether the layer has keys and values of its own, and does not read those of another layer."""
     shape: tuple[int, ...]
-    """The sizes that give keys and values their shape, of the heads for example."""
     inner: tuple[int, ...]
-    """The other sizes that its keys and values depend on, beside its input."""
     rest: tuple[int, ...]
-    """The sizes in the layer on which only the layers behind it depend, of its feed-forward network."""
 
 
 @dataclass(frozen=True)

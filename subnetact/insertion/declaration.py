@@ -72,8 +72,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             found = trials.first(proposal)
             if isinstance(found, Group):
                 groups.append(found)
-                for name in (found.name, *proposal.replaces):
-                    refused.pop(name, None)
+                refused.pop(found.name, None)
             elif proposal.name not in {group.name for group in groups}:
                 refused.setdefault(proposal.name, found)
 
@@ -191,16 +190,17 @@ def _common(paths: Sequence[str]) -> str:
 
 @dataclass
 class _Proposal:
-    """One size that may be elastic: the first of its variants that passes its trial."""
+    """One size that may be elastic: the first of its variants that passes its trial.
+
+    Attributes:
+        layers: the linear layers that a rule has looked at.
+        reason: why there is no variant.
+    """
 
     name: str
     layers: list[str]
-    """The linear layers that a rule has looked at."""
     variants: list[Group] = field(default_factory=list)
     reason: str = ""
-    """Why there is no variant."""
-    replaces: list[str] = field(default_factory=list)
-    """The names of refused proposals that this one stands for."""
 
 
 def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:

@@ -40,6 +40,11 @@ class Recording(TorchFunctionMode):
     Nodes are calls of modules and functions, and of methods of tensors by name. `meta` has the modules around
     a node (`nn_module_stack`), shape and dtype of a tensor (`tensor_meta`) and, for tensors of whole numbers,
     the `value`. An operation that changes a tensor in place is a node of its own, which later ones read.
+
+    Attributes:
+        branches: whether the forward branches on values that it computes with its weights.
+        entries: name of a module -> the node of the first tensor that it is given.
+        tensors: by their names in the graph, those that are not computed: parameters, buffers and new ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,11 +52,8 @@ class Recording(TorchFunctionMode):
         self.model = model
         self.graph = fx.Graph()
         self.branches = False
-        """Whether the forward branches on values that it computes with its weights."""
         self.entries: dict[str, fx.Node] = {}
-        """Name of a module -> the node of the first tensor that it is given."""
         self.tensors: dict[str, Tensor] = {}
-        """Names in the graph of tensors that are not computed: of parameters and buffers, and new ones."""
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._around: dict[str, tuple[str, type]] = {}

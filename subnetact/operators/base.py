@@ -127,35 +127,32 @@ class Operator(ReadThrough):
             that are not named are one segment, with the name of the part.
 
     Attributes:
+        parts: the names of the parts that a description may name. If empty, the template decides which are
+            legal.
+        slices: the kinds of layers (`LayerTraits.kind`) that this operator slices. If empty, it decides in
+            `check`.
+        segmented: those of `parts` that a description may give as `Segments`.
         traits: what the table of layer traits says of the template.
         shapes: the shapes of its parameters by name, which are not known from the parameters in a trace.
+        precision_dim: the position in the size row of the bits of the weight. If None, it stays as it is in
+            every subnet.
+        packs: whether slices of linear layers in several runs become packed copies (`Supernet.packs`).
+        placed: whether the operator is in the place of its template, so that other attributes are those of
+            that.
+        actuation: what says which subnet runs when the network is called; None outside of supernets.
+        checks: whether sizes are compared with the legal ones. Export switches this off to trace symbolic
+            sizes.
     """
 
     parts: tuple[str, ...] = ()
-    """The names of the parts that a description may name. If empty, the template decides which are legal."""
-
     slices: ClassVar[tuple[str, ...]] = ()
-    """The kinds of layers (`LayerTraits.kind`) that this operator slices. If empty, it decides in `check`."""
-
     segmented: ClassVar[tuple[str, ...]] = ()
-    """Those of `parts` that a description may give as `Segments`."""
-
     precision_dim: int | None = None
-    """The position in the size row of the bits of the weight. If None, it stays as it is in every subnet."""
-
     packs: bool = True
-    """Whether slices of linear layers in several runs become packed copies (`Supernet.packs`)."""
-
     template: Any
-
     placed: bool = False
-    """Whether the operator is in the place of its template, so that other attributes are those of that."""
-
     actuation: Actuation | None = None
-    """What says which subnet runs when the network is called; None outside of supernets."""
-
     checks: bool = True
-    """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""

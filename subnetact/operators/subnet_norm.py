@@ -37,6 +37,9 @@ class SubnetNorm(Operator):
     Parts:
         channels: the channels; they may be `Segments` behind a concatenation.
 
+    Attributes:
+        rule: how calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`.
+
     Source:
         SuperServe, section 3.1.
     """
@@ -47,11 +50,8 @@ class SubnetNorm(Operator):
 
     momentum: Any = property(attrgetter("shell.momentum"), lambda s, m: setattr(s.shell, "momentum", m))
 
-    _begun: Any = None
-    """The statistics row of the largest subnet from which training has moved the shared statistics on."""
-
+    _begun: Any = None  # the row of the largest subnet from which training has moved shared statistics on
     rule: str = WEIGHTED_BIASED
-    """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
     @property
     def num_features(self) -> int:
