@@ -96,11 +96,13 @@ OF_STREAM = {
 
 @dataclass(frozen=True)
 class NemotronElasticLayout(Layout):
-    """For every field the groups of its layers, the numbers to choose from, and the budgets by name."""
+    """For every field the groups of its layers, the numbers to choose from, and the budgets by name.
+
+    The numbers are for every group those in the configuration, ascending.
+    """
 
     groups: Mapping[str, tuple[Group, ...]]
     numbers: Mapping[str, tuple[tuple[int, ...], ...]]
-    """Field -> for every group the numbers in the configuration, ascending."""
     budgets: Mapping[str, Mapping[str, tuple[int, ...]]]
 
     family = "nemotron_elastic"

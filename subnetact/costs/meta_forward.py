@@ -103,8 +103,8 @@ class MetaForward:
         self.input = map_tensors(self._empty_input, given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in modules}
+        # The parent and name under which a module is counted that occurs in several places.
         self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
-        """The parent and name under which a module is counted that occurs in several places."""
         for parent in modules:
             for name, child in parent.named_children():
                 self._first.setdefault(child, (parent, name))
@@ -165,7 +165,12 @@ class MetaForward:
 
 
 class _CountedModule:
-    """One module of a subnet. Its forward runs once for inputs of the same shapes, and is repeated later."""
+    """One module of a subnet. Its forward runs once for inputs of the same shapes, and is repeated later.
+
+    Attributes:
+        held: what does not depend on inputs: modules, parameters and bytes of weights.
+        tied: the part of it that is tied parameters, each by its place in memory.
+    """
 
     def __init__(
         self, module: nn.Module, kind: str, mode: _CountingMode, item_bytes: int, tied: Container[int]
@@ -178,9 +183,7 @@ class _CountedModule:
         own = {name: t for name, t in module._parameters.items() if t is not None}
         self.has_tensors = bool(own)
         self.held = np.zeros(len(FEATURES), np.int64)
-        """What does not depend on inputs: modules, parameters and bytes of weights."""
         self.tied: dict[Hashable, Vector] = {}
-        """The part of `held` that is tied parameters, each by its place in memory."""
         if own:
             scale = module.lowered.scale if isinstance(module, Low) else None
             self.held[0] = 0 if scale is None else -scale.numel()
@@ -217,14 +220,16 @@ class _CountedModule:
 
 
 class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds the multiply-accumulates of matrix products and convolutions to the innermost `counts`."""
+    """Adds the multiply-accumulates of matrix products and convolutions to the innermost `counts`.
+
+    `values` are those of the whole numbers of the example, and of those that follow; forwards branch on masks.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
         self._operators: Calls = {}
         self.values: Any = WeakTensorKeyDictionary()
-        """The values of whole numbers of the example, and of those that follow; forwards branch on masks."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

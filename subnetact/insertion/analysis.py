@@ -49,12 +49,15 @@ _Runs = tuple[tuple[int, int], ...]
 
 
 class _Refused(Exception):
-    """A layer cannot be narrowed, and the layers in `alike`, whose outputs go with its own, cannot either."""
+    """A layer cannot be narrowed, and the layers in `alike`, whose outputs go with its own, cannot either.
+
+    If it `is_final`, no other number of outputs can go, either; if it `is_mixed`, a function mixes them with
+    others.
+    """
 
     alike: tuple[str, ...] = ()
     masks: Masks
     is_final = is_mixed = False
-    """Whether no other number of outputs can go, either; and whether a function mixes them with others."""
 
 
 class _Disordered(_Refused):

@@ -51,7 +51,11 @@ Experts may have an order each, (experts, positions).
 
 @dataclass(eq=False)
 class Part:
-    """A part of an operator, or a segment of a part, that follows a dimension; its size grows in `steps`."""
+    """A part of an operator, or a segment of a part, that follows a dimension; its size grows in `steps`.
+
+    Attributes:
+        tables: (name of a tensor, axis) -> the positions that each step adds, (steps, positions per step).
+    """
 
     path: str
     name: str
@@ -59,7 +63,6 @@ class Part:
     dimension: str
     steps: int
     tables: Mapping[tuple[str, int], Tensor]
-    """(name of a tensor, axis) -> the positions that each step adds, (steps, positions per step)."""
     reason: str | None = None  # why it cannot be permuted
 
     def __str__(self) -> str:
@@ -68,14 +71,16 @@ class Part:
 
 @dataclass(eq=False)
 class UnitGroup:
-    """Parts whose units change places together; the reason says why they cannot."""
+    """Parts whose units change places together; the reason says why they cannot.
+
+    There may be `stacks` experts, each in the first axis of all weights, which have units of their own.
+    """
 
     parts: tuple[Part, ...]
     units: int
     reason: str | None = None
     stated: bool = False  # A description says what belongs to it.
     stacks: int = 0
-    """So many experts, each in the first axis of all weights, have units of their own."""
 
     @property
     def name(self) -> str:

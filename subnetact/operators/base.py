@@ -92,8 +92,7 @@ def slicer_of(layer: nn.Module) -> type[Operator] | None:
 class ReadThrough(nn.Module):
     """A module with the tensors and submodules of another one, whose other attributes are read through."""
 
-    _behind: ClassVar = "template"
-    """The attribute that is the other module, past the registration of submodules."""
+    _behind: ClassVar = "template"  # the attribute that is the other module, past torch's registration
 
     def _hold(self, module: nn.Module) -> None:
         """Take the tensors and submodules of a module over, under the names that they have there."""

@@ -175,10 +175,13 @@ def _in_one_piece(x: Tensor) -> bool:
 
 
 class Low(Extractable):
-    """The base of the mixins that let a module compute with a lowered weight."""
+    """The base of the mixins that let a module compute with a lowered weight.
+
+    Attributes:
+        reads: the parameter that is lowered, and one that is sliced as its output channels are.
+    """
 
     reads = ("weight", "bias")
-    """The parameter that is lowered, and one that is sliced as its output channels are."""
 
     @property
     def lowered(self: Any) -> LoweredWeight:

@@ -40,7 +40,8 @@ LEAST_TRAINING = 0.5
 class TrainingRun:
     """The steps of a distillation.
 
-    In the `facts` are the `seconds` of the steps, and those that `others` take beside them.
+    In the `facts` are the `seconds` of the steps, and those that `others` take beside them. With the
+    `buffers` are copies of the last save.
     """
 
     supernet: Supernet
@@ -53,7 +54,6 @@ class TrainingRun:
     scaler: torch.amp.GradScaler
     facts: dict[str, Any] = field(default_factory=dict)
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """The buffers, and copies of the last save."""
 
     def go_on(self, state: TrainingState) -> None:
         """Take the steps that are left, and save from time to time and at the end."""
