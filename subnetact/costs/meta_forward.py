@@ -222,7 +222,8 @@ class _CountedModule:
 class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds the multiply-accumulates of matrix products and convolutions to the innermost `counts`.
 
-    `values` are those of the whole numbers of the example, and of those that follow; forwards branch on masks.
+    `values` are those of the whole numbers of the example, and of those that follow: forwards branch on
+    masks.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from operator import index
 from threading import RLock
 from typing import Any
 
@@ -26,7 +25,7 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.fusion_plan import PinResult, Plan, PlannedProgram
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample, unstack
-from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.engine.ready_subnet import Bound, ReadySubnet, ReadySubnets
 from subnetact.engine.runtime_program import RUNTIMES, require_runtime
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
@@ -40,7 +39,7 @@ from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 
-class Engine:
+class Engine(ReadySubnets):
     """The registered subnets of one supernet, ready to run on one device from one copy of the weights.
 
     An engine is what a `Batcher` runs and what `profile_latency` measures. It may be used from many threads.
@@ -241,37 +240,13 @@ class Engine:
 
     # -- registration ----------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """Return the number of subnets that were registered, removed ones included."""
-        return len(self._subnets)
-
     def __repr__(self) -> str:
         return f"Engine({self.supernet.space.name}, {len(self.ids)} subnets, on {self.device})"
-
-    @property
-    def specs(self) -> tuple[SubnetSpec, ...]:
-        """The registered subnets in id order, removed ones included."""
-        return tuple(subnet.spec for subnet in self._subnets)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The readable keys of the subnets in id order, removed ones included."""
-        return tuple(subnet.spec.key for subnet in self._subnets)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the subnets in id order, as a bundle has them, or `subnet-0` and so on."""
         return self.supernet.card.names_of(self.specs)
-
-    @property
-    def accuracy(self) -> tuple[float | None, ...]:
-        """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
-        return tuple(subnet.accuracy for subnet in self._subnets)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The ids of the subnets that are served, in ascending order."""
-        return tuple(sorted(self._served))
 
     def _calibrated_ids(self) -> tuple[int, ...]:
         every = self._config.allow_uncalibrated
@@ -397,21 +372,6 @@ class Engine:
         self.changes += 1
 
     # -- running ---------------------------------------------------------------------------------
-
-    def ready(self, subnet: int) -> ReadySubnet:
-        """Return the callable of a registered `subnet`. This takes well below a microsecond.
-
-        It is a function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
-
-        Raises:
-            SpecError: there is no such id, or the subnet was removed.
-        """
-        found = self._served.get(subnet) if type(subnet) is int else self._served.get(_id(subnet))
-        if found is None:
-            ids = self.ids
-            span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
-            raise SpecError(f"no subnet {subnet}; this engine has {span}")
-        return found
 
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a registered subnet.
@@ -769,10 +729,3 @@ class Engine:
             bound = Bound.of(self.supernet, spec)
             if bound.statistics_row is not None or not self.supernet.norm_operators():
                 return bound
-
-
-def _id(subnet: Any) -> int:
-    with suppress(TypeError):
-        if not isinstance(subnet, bool):
-            return index(subnet)
-    raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet")

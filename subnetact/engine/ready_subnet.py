@@ -1,17 +1,18 @@
-"""ReadySubnet: the callable of one registered subnet, and the view that it currently runs."""
+"""ReadySubnet: the callable of one subnet, the view that it currently runs, and all those of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from subnetact.errors import SpecError
 from subnetact.operators.layer_traits import is_batch_norm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
@@ -110,3 +111,56 @@ class ReadySubnet:
             SpecError: the subnet was removed from its engine.
         """
         return self._run(self, x)
+
+
+class ReadySubnets:
+    """The subnets that an engine runs, each by its id: a position among all that were registered."""
+
+    _subnets: tuple[ReadySubnet, ...]
+    _served: Mapping[int, ReadySubnet]
+
+    def __len__(self) -> int:
+        """Return the number of subnets that were registered, removed ones included."""
+        return len(self._subnets)
+
+    @property
+    def specs(self) -> tuple[SubnetSpec, ...]:
+        """The registered subnets in id order, removed ones included."""
+        return tuple(subnet.spec for subnet in self._subnets)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The readable keys of the subnets in id order, removed ones included."""
+        return tuple(subnet.spec.key for subnet in self._subnets)
+
+    @property
+    def accuracy(self) -> tuple[float | None, ...]:
+        """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
+        return tuple(subnet.accuracy for subnet in self._subnets)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of the subnets that are served, in ascending order."""
+        return tuple(sorted(self._served))
+
+    def ready(self, subnet: int) -> ReadySubnet:
+        """Return the callable of a registered `subnet`. This takes well below a microsecond.
+
+        It is a function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
+
+        Raises:
+            SpecError: there is no such id, or the subnet was removed.
+        """
+        found = self._served.get(subnet) if type(subnet) is int else self._served.get(_id(subnet))
+        if found is None:
+            ids = self.ids
+            span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
+            raise SpecError(f"no subnet {subnet}; this engine has {span}")
+        return found
+
+
+def _id(subnet: Any) -> int:
+    with suppress(TypeError):
+        if not isinstance(subnet, bool):
+            return index(subnet)
+    raise SpecError(f"no subnet {subnet!r}: this is not an id; ids are ints, 0 for the first subnet")

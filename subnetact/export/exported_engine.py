@@ -17,6 +17,7 @@ from subnetact.device import find_device
 from subnetact.engine.config import EngineConfig
 from subnetact.engine.input_axes import InputAxes
 from subnetact.engine.inputs import Stager, first_of, shapes, unstack
+from subnetact.engine.ready_subnet import ReadySubnet, ReadySubnets
 from subnetact.engine.runtime_program import onnx_session
 from subnetact.engine.subnet_program import quiet
 from subnetact.errors import (
@@ -40,17 +41,13 @@ _DAMAGED = OSError, RuntimeError, SpecError, StopIteration, BadZipFile
 """What reading a file raises that is said, and what it raises because the file is damaged."""
 
 
-class ExportedEngine:
+class ExportedEngine(ReadySubnets):
     """Exported subnets that run from one copy of the weights; `load_exported` makes it.
 
     A `Batcher` takes it in the place of an `Engine`. It may be used from several threads. A compiled program
     runs one call at a time.
 
     Attributes:
-        specs: the subnets, in the order of their ids.
-        keys: readable key of every subnet.
-        ids: the ids 0 .. n-1 of the subnets.
-        accuracy: accuracy of every subnet in percent, or None if it was unknown.
         fingerprint: hash of the supernet's weights.
         device: the device on which it runs.
         space: the identity of the supernet's space.
@@ -65,10 +62,9 @@ class ExportedEngine:
         for precision in sorted({spec.precision for spec in config.specs}):
             require_precision(precision, device)
         self._programs = tuple(programs)
-        self.specs = tuple(config.specs)
-        self.keys = tuple(spec.key for spec in self.specs)
-        self.ids = tuple(range(len(programs)))
-        self.accuracy = tuple(config.accuracy or ())
+        pairs = enumerate(zip(config.specs, config.accuracy or (), strict=True))
+        self._subnets = tuple(ReadySubnet(i, spec, self._run, percent) for i, (spec, percent) in pairs)
+        self._served = dict(enumerate(self._subnets))
         self.fingerprint: str = facts["fingerprint"]
         self.space: str = facts["space"]
         self.program: str = facts["program"]
@@ -77,9 +73,6 @@ class ExportedEngine:
         self._axes = InputAxes(self.samples)
         self.sample = self._axes.sample
         self._stager = Stager(device)
-
-    def __len__(self) -> int:
-        return len(self._programs)
 
     def __repr__(self) -> str:
         return f"ExportedEngine({len(self)} subnets, on {self.device})"
@@ -99,16 +92,13 @@ class ExportedEngine:
             InvalidRequest: the shape, dtype or device of the batch is not what the programs were exported
                 for.
         """
-        if isinstance(subnet, (bool, float)) or subnet not in self.ids:
-            raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
+        return self.ready(subnet)(x)
+
+    def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         x = as_batch(x)
         self.check(first_of(x, "input"))
         with torch.inference_mode():
-            return call_with(self._programs[subnet], x)
-
-    def ready(self, subnet: int) -> Program:
-        """Return the callable of a subnet, a function of one batch as in `ExportedEngine.__call__`."""
-        return partial(self, subnet=subnet)
+            return call_with(self._programs[subnet.id], x)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected: as one batch if they can be one.

@@ -15,6 +15,7 @@ from subnetact.errors import FileFormatError, ForeignSpec, SpecError, SubnetActE
 from subnetact.files.documents import DocumentFormat, StrPath
 from subnetact.files.fork import new_lock
 from subnetact.files.tensors import documented_tensors, write_tensors
+from subnetact.operators import SubnetNorm
 from subnetact.operators.correction import Correction, correct_
 from subnetact.spec import SubnetSpec
 
@@ -177,14 +178,15 @@ class NormTable:
         """Return the bytes of all statistics."""
         return sum(row.nbytes for row in self._rows.values())
 
-    def to_like(self, home: nn.Module | None) -> NormTable:
-        """Return a copy whose rows are, now and later, where the BatchNorm `home` is, if there is one.
+    def to_like(self, network: nn.Module | None) -> NormTable:
+        """Return a copy whose rows are, now and later, where BatchNorms of a `network` are, if it has some.
 
         They have its dtype, but at least the digits of float32: its statistics are measurements, and what is
         rounded or overflows at half precision never comes back.
         """
         table = NormTable(self.space)
-        table._home = home
+        modules = () if network is None else network.modules()
+        table._home = next((module for module in modules if isinstance(module, SubnetNorm)), None)
         table._rows = {spec: table._at_home(row.map(torch.clone)) for spec, row in self._rows.items()}
         return table
 

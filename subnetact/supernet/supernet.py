@@ -185,7 +185,7 @@ class Supernet(ReadThrough):
         self._hold(network)
         self._largest = space.largest()
         largest = Run(self._largest, space.resolve(self._largest), is_largest=True)
-        self._actuation = Actuation(largest, NormTable(space.id).to_like(self._any_norm()))
+        self._actuation = Actuation(largest, NormTable(space.id).to_like(network))
         network.register_forward_pre_hook(self._actuation.begin)
         network.register_forward_hook(self._actuation.end, always_call=True)
         self._actuation.supernet = weakref.ref(self)
@@ -266,10 +266,7 @@ class Supernet(ReadThrough):
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._actuation.norms = required_table(table, self.space.id).to_like(self._any_norm())
-
-    def _any_norm(self) -> SubnetNorm | None:
-        return next(iter(self.norm_operators().values()), None)
+        self._actuation.norms = required_table(table, self.space.id).to_like(self._present())
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
