@@ -537,7 +537,7 @@ def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -
     ("arguments", "error", "message"),
     [
         ({"importance": "size"}, SpecError, "no importance 'size'; choose from l1, batch_norm, taylor"),
-        ({"importance": 3}, SpecError, "a name or a function, got int"),
+        ({"importance": 3}, SpecError, "no importance 3; choose from .*, or give a function"),
         ({"example": None}, SpecError, "give a batch that it takes"),
         ({"importance": "taylor"}, SpecError, '"taylor" needs batches'),
         ({"dimensions": ["height"]}, SpecError, "no dimensions height; choose from width"),
