@@ -53,28 +53,28 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison       109    13     11
     spec              86    37      8
     space            354   168      6
-    operators       2391   797     18
-    supernet        2848   825      5
-    insertion       4244   913     12
-    ofa_adapters    2588   507      7
+    operators       2373   816     18
+    supernet        2840   826      5
+    insertion       4206   943     12
+    ofa_adapters    2578   522      7
     digits           136    18      7
-    calibration      873   176      1
+    calibration      868   175      1
     latency          526   280      5
-    training        1275   326      5
-    elastic          834   188      1
-    engine          2561   688      5
+    training        1263   326      5
+    elastic          827   186      1
+    engine          2540   686      5
     workers          560    96      0
-    costs            308    66      4
-    nas              968   378      8
+    costs            298    74      4
+    nas              965   377      8
     profile         1230   278      1
     serving         4778  1911     34
     generation      1630   500     13
-    export          1022   390      7
+    export          1005   395      7
     simulate           9     5      2
     serve           1755   369      7
     cluster          452   116      3
     __main__          17     2      0
-    all            32424  9211    226
+    all            32275  9283    226
 
 The README has a glossary of the words that are used here.
 """
