@@ -185,13 +185,9 @@ class EventLoop:
                 self._start(urgent, run)
         scheduler.ended.clear()
 
-    def took_ms(self, job: Job) -> float:
-        """Return the latency, ms, of a job that starts now, with what the policy does not see."""
-        return job.expected_ms * next(self._noise) + self.overhead_ms
-
     def _start(self, job: Job, before: _Run | None = None) -> None:
         now, worker, subnet = self._now, job.worker, job.subnet
-        took = self.took_ms(job)
+        took = job.expected_ms * next(self._noise) + self.overhead_ms  # which the policy does not see
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
                 self._result.switches += 1
