@@ -22,18 +22,14 @@ from subnetact.errors import BatchFailed, DeadlinePassed, InvalidRequest, Policy
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import (
     Batcher,
-    CheapestFeasible,
     Fixed,
     HullFit,
-    MaxAcc,
-    MaxBatch,
     SlackFit,
     make_policy,
     poisson,
     simulate,
 )
 from subnetact.serving.policies.registry import policy_names
-from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
@@ -127,15 +123,6 @@ def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40: LatencyTable) 
 # -- a bounded amount of work ------------------------------------------------------------------------
 
 
-def kept_bytes(make: Any) -> int:
-    tracemalloc.start()
-    try:
-        made = make()  # noqa: F841  # it is kept while its bytes are counted
-        return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-
-
 def lines_run(call: Any) -> int:
     """Return how many lines of Python a call runs."""
     count, before = [0], sys.gettrace()
@@ -168,31 +155,6 @@ def test_a_decision_takes_no_longer_behind_a_long_queue(
             dispatcher.queue.push(ask.deadline_ms, Request(ask, 0.0), ask.floor)
         counted.append(lines_run(lambda taken=dispatcher: taken.next_batch(0.0, 0)))
     assert counted[1] < 3 * counted[0]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda table: SlackFit(table, 100.0),
-        lambda table: HullFit(table, 100.0),
-        *(MaxBatch, MaxAcc, CheapestFeasible),
-    ],
-)
-def test_what_a_policy_keeps_for_floors_is_bounded(make: Any) -> None:
-    latency = np.linspace(1, 5, 100)[:, None] * np.array([1, 2, 4, 8]) ** 0.8
-    table = LatencyTable([f"s{i}" for i in range(100)], np.linspace(60, 80, 100), [1, 2, 4, 8], latency)
-    policy, context = make(table), Context(EDFQueue(), ArrivalMeter(), [0.0], 100.0)
-    context.queued, context.slack_ms = 1, 100.0
-
-    def ask(floors: Any) -> None:
-        for floor in floors.tolist():
-            context.floor = floor
-            context.queue.push(100.0, 0, floor)
-            assert table.accuracy[policy.decide(context)[0]] >= floor
-            context.queue.take(1)
-
-    ask(np.linspace(60.0, 80.0, 64))
-    assert kept_bytes(lambda: ask(np.linspace(60.001, 79.999, 640))) < 150_000
 
 
 # -- input shapes ------------------------------------------------------------------------------------

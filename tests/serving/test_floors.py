@@ -27,7 +27,6 @@ from subnetact.serving import (
     simulate,
     superserve_a40,
 )
-from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_deadline
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.floors import Floors
@@ -99,25 +98,6 @@ def test_a_policy_decides_for_a_floor_as_for_a_table_of_the_subnets_that_meet_it
         subnet, size = asked(whole, slack, queued, floor)
         expected, expected_size = asked(alone, slack, queued)
         assert (subnet, size) == (rows[expected], expected_size), type(whole).__name__
-
-
-@given(table=tables(), data=st.data())
-def test_the_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(table: LatencyTable, data: Any) -> None:
-    floor = data.draw(st.sampled_from(Floors(table).accuracies))
-    part, rows = meeting(table, floor)
-    fronts, alone = Fronts(table), Fronts(part)
-    subnet, size = alone.last_resort(0.0)
-    assert fronts.last_resort(floor) == (rows[subnet], size)
-    for column in range(3):
-        within = data.draw(st.floats(0.0, 45.0))
-        pairs = [
-            (fronts.fastest(column, floor), alone.fastest(column)),
-            (fronts.most_accurate(column, within, floor), alone.most_accurate(column, within)),
-            (fronts.largest_batch(column, within, floor), alone.largest_batch(column, within)),
-            (fronts.priced(column, 4, 0.0, within, 0.0, floor), alone.priced(column, 4, 0.0, within, 0.0)),
-        ]
-        for found, expected in pairs:
-            assert found == (expected and expected._replace(subnet=rows[expected.subnet]))
 
 
 def test_requests_are_queued_with_floors_and_not_with_what_clients_wrote() -> None:

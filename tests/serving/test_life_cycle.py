@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduled import Scheduled
 from soak import soak
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung, failure_text
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import HullFit, MaxAcc, SlackFit
 from subnetact.serving.scheduling.context import Context
@@ -406,16 +406,6 @@ def test_the_policy_sees_the_workers_that_are_up() -> None:
     live.tick()
     decide()
     assert seen == [3, 2, 3, 2]
-
-
-def test_a_message_that_is_long_or_cannot_be_made_has_a_text() -> None:
-    class Leaving(Exception):
-        def __str__(self) -> str:
-            raise SystemExit(3)
-
-    text = failure_text(ValueError("x" * 10**6))
-    assert (text[:15], len(text) < 3000, "1000000 characters" in text) == ("ValueError: xxx", True, True)
-    assert failure_text(Leaving()) == "Leaving (its __str__ raised)"
 
 
 def test_running_out_of_memory_halves_the_largest_batch() -> None:

@@ -31,7 +31,6 @@ from subnetact.errors import (
     InvalidRequest,
     MissingFile,
     SpecError,
-    StaleWeights,
     WorkerDied,
     WorkerHung,
 )
@@ -579,18 +578,3 @@ def test_a_change_while_weights_are_copied_is_kept(engine: Engine, monkeypatch: 
     _, _, (supernet,) = unpack(EngineSnapshot(engine).package()[0])
     assert torch.equal(bias(engine.supernet), expected)
     assert torch.equal(bias(supernet), expected)
-
-
-def test_weights_that_change_all_the_time_are_left_where_they_are(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number = engine.supernet.generation.number
-
-    @torch.no_grad()
-    def change() -> None:
-        bias(engine.supernet).add_(1)
-
-    during_copies(monkeypatch, change)
-    with pytest.raises(StaleWeights, match="between two steps of the training"):
-        EngineSnapshot(engine)
-    assert engine.supernet.generation.number == number
