@@ -34,7 +34,7 @@ from subnetact.insertion import as_pretrained
 
 CHOICES = (1 / 3, 1.0)
 WARM_UP = 2
-SUMS = {"post_grad_fusion_options": {"decompose_mm_pass": {}}}
+SUMS: Any = {"post_grad_fusion_options": {"decompose_mm_pass": {}}}
 """Let Inductor write products of one row as sums."""
 FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}
 """Precision -> a type of weights of llama.cpp."""
