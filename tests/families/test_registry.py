@@ -96,7 +96,7 @@ EXPORTS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", EXPORTS)
-@pytest.mark.parametrize("family", ["ofa_mbv3", "autoformer", "dynabert", "slimmable_resnet50", "hydravit"])
+@pytest.mark.parametrize("family", ["ofa_mbv3", "autoformer", "dynabert", "slimmable_resnet50"])
 def test_subnets_are_traced_scripted_and_exported(family: str, how: str, small: Any, inputs_of: Any) -> None:
     supernet, inputs = small(family), inputs_of(family)
     spec = supernet.space.sample(1)

@@ -16,15 +16,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-FAMILIES = (
-    "ofa_resnet50",
-    "ofa_mbv3",
-    "ofa_proxyless",
-    "compofa_mbv3",
-    "attentivenas",
-    "slimmable_resnet50",
-    "us_mobilenet_v2",
-)
+FAMILIES = ("ofa_resnet50", "ofa_mbv3", "attentivenas", "slimmable_resnet50", "us_mobilenet_v2")
 
 
 def neighbours(supernet: Supernet, count: int) -> list[SubnetSpec]:
