@@ -1,4 +1,4 @@
-"""Families calibrated many subnets at a time: equal to one at a time and to upstream, and counted."""
+"""Families calibrated many subnets at a time: equal to one at a time."""
 
 from __future__ import annotations
 
