@@ -127,11 +127,12 @@ def test_a_table_is_of_one_mode_or_says_so(digits: Supernet, monkeypatch: pytest
 def test_a_table_has_empty_cells_for_a_subnet_that_was_removed(digits: Supernet, mode: str | None) -> None:
     engine = mixed(digits)
     engine.remove(1)
-    table = profile_latency(engine, [1, 2], warmup_ms=0, min_time_ms=1, mode=mode, beside=["view"])
+    quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
+    table = profile_latency(engine, [1, 2], **quick, mode=mode, beside=["view"])
     for name in ("p50", "p50_of_view"):
         empty = np.isnan(table.statistics[name]).all(axis=1).tolist()
         assert empty == [False, True, False, False], name
-    assert run_otherwise(profile_latency(engine, [1], mode="as served"), engine) == ""
+    assert run_otherwise(profile_latency(engine, [1], **quick, mode="as served"), engine) == ""
 
 
 def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) -> None:
