@@ -24,7 +24,6 @@ class Bars(NamedTuple):
     labels: Sequence[str]
     title: str
     axis: str
-    line: float = 0.0
 
 
 def _read(name: str) -> Any:
@@ -70,47 +69,7 @@ def coverage() -> Bars:
     return Bars(groups, labels, "Models that insert_ makes elastic", "share of the models, %")
 
 
-def distill() -> Bars:
-    """What every option gains, per network."""
-    groups, labels, machines = [], [], []
-    for part, what in (("digits", "digits, a small network"), ("timm", "digits, timm's ResNet-18")):
-        found = _read("distill")[part]
-        base = found["runs"]["defaults"]
-        gains = {}
-        for option, runs in found["runs"].items():
-            if option not in ("defaults", "trained separately") and not option.startswith("loop"):
-                gains[option] = mean(mean(runs[s]["after"]) - mean(base[s]["after"]) for s in runs)
-        groups.append(gains)
-        labels.append(what)
-        machines.append(found["machine"]["device_name"])
-    title = f"One option of distill_ changed at a time ({machines[0]}; {machines[1]})"
-    return Bars(groups, labels, title, "accuracy of all subnets - defaults, points")
-
-
-def export() -> Bars:
-    """The size of the files, divided by what they must hold."""
-    rows = [row for part in ("torchscript", "formats") for row in _read("export")[part]["rows"]]
-    families = list(dict.fromkeys(row["family"] for row in rows if row["size"] == "small"))
-    groups: list[dict[str, float]] = [{} for _ in families]
-    for row in rows:
-        if row["size"] == "small":
-            name = f"{row['format']}, {'every subnet' if row['format'] == 'TorchScript' else 'two subnets'}"
-            held = row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0)
-            groups[families.index(row["family"])][name] = row["bytes"] / held
-    labels = [family.replace("_", "\n") for family in families]
-    title = "Size of an export of small networks"
-    return Bars(groups, labels, title, "bytes / weights and statistics", 1.0)
-
-
-FIGURES: dict[str, Callable[[], Bars]] = {
-    each.__name__: each
-    for each in (
-        cluster,
-        coverage,
-        distill,
-        export,
-    )
-}
+FIGURES: dict[str, Callable[[], Bars]] = {each.__name__: each for each in (cluster, coverage)}
 """Page of results -> what its figure shows."""
 
 
@@ -120,5 +79,5 @@ def draw(page: str, folder: Path) -> str | None:
         return None
     bars = FIGURES[page]()
     folder.mkdir(exist_ok=True)
-    plot_bars(bars.groups, bars.labels, bars.title, bars.axis, folder / f"{page}.png", line=bars.line)
+    plot_bars(bars.groups, bars.labels, bars.title, bars.axis, folder / f"{page}.png")
     return f"{page}.png"

@@ -48,6 +48,7 @@ ROOMS = (
 SHOWN = {
     "batcher": ["batcher.png"],
     "demo": ["../../examples/demo.png"],
+    "distill": ["../../examples/elastic_smollm2.png"],
     "engine": ["engine_ofa_resnet50.png", "engine_ofa_mbv3.png"],
     "policy_grid": ["policy_ablation.png"],
     "precision": ["precision.png"],
