@@ -100,7 +100,7 @@ def with_identities(network: nn.Module, *skipped: str) -> nn.Module:
     return network
 
 
-def require_maps(network: nn.Module, maps: Callable[[Any], Any]) -> None:
+def require_maps(network: nn.Module, maps: Callable[[Any], Any]) -> tuple[Supernet, list[SubnetSpec]]:
     """Require the maps of views to be those of extracts, and those of the largest to be the original's."""
     original = copy.deepcopy(network)
     supernet, specs = elastic(network)
@@ -111,14 +111,14 @@ def require_maps(network: nn.Module, maps: Callable[[Any], Any]) -> None:
         require_equal(found, maps(supernet.extract(spec)))
     require_equal(maps(supernet.subnet(supernet.space.largest())), maps(original))
     require_equal(maps(supernet.network), maps(original))
+    return supernet, specs
 
 
 @torch.no_grad()
 def features_only(name: str) -> None:
-    require_maps(of_timm(name, features_only=True), lambda network: network(IMAGES))
     network = of_timm(name, features_only=True)
     channels = network.feature_info.channels()
-    supernet, specs = elastic(network)
+    supernet, specs = require_maps(network, lambda network: network(IMAGES))
     for spec in specs:
         for subnet in (supernet.subnet(spec), supernet.extract(spec)):
             maps = [
@@ -177,8 +177,7 @@ def new_head(name: str) -> None:
 
 @torch.no_grad()
 def feature_maps(name: str) -> None:
-    require_maps(backbone(name), lambda network: network(IMAGES).feature_maps)
-    supernet, specs = elastic(backbone(name))
+    supernet, specs = require_maps(backbone(name), lambda network: network(IMAGES).feature_maps)
     for spec in specs:
         require_equal(supernet(IMAGES, subnet=spec).feature_maps, supernet.extract(spec)(IMAGES).feature_maps)
 
