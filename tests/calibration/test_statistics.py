@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from subnetact import Engine, Supernet, calibrate, from_pretrained
 from subnetact.engine import EngineConfig
-from subnetact.errors import EngineError, NotCalibrated, SpecError, UncalibratedSubnetWarning
+from subnetact.errors import EngineError, NotCalibrated, SpecError, StaleWeights, UncalibratedSubnetWarning
 from subnetact.export import to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.supernet import NormTable
@@ -340,3 +340,34 @@ def test_an_average_of_many_batches_is_one_of_float32() -> None:
     torch.testing.assert_close(mean, mean_of([y.mean((0, 2, 3)) for y in seen]), rtol=1e-4, atol=1e-5)
     exact = mean_of([y.var((0, 2, 3), unbiased=False) for y in seen])
     torch.testing.assert_close(var, exact, rtol=1e-4, atol=0)
+
+
+def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
+    supernet = supernet_of(pretrained())
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield BATCHES[0]
+        supernet.train()
+        supernet(BATCHES[1])
+        supernet.eval()
+        yield BATCHES[2]
+
+    with pytest.raises(StaleWeights, match="by training"):
+        calibrate(supernet, specs, batches(), progress=False)
+    assert len(supernet.norms) == 0
+    assert not calibrate(supernet, specs, batches(), progress=False).adopted  # It changes no weights.
+
+
+def test_a_failed_load_keeps_weights_and_rows(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    supernet.adopt_statistics()
+    before, norms = supernet.fingerprint(), supernet.norms
+    monkeypatch.setattr(supernet, "adopt_statistics", full)
+    with pytest.raises(MemoryError):
+        supernet.load_state_dict(OTHER)
+    assert supernet.fingerprint() == before
+    assert supernet.norms is norms
+    assert len(norms) == 2

@@ -13,7 +13,15 @@ from held_steps import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subnetact.errors import BatcherClosed, DeadlinePassed, InvalidRequest, PolicyError, QueueFull, TraceError
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    PolicyError,
+    QueueFull,
+    TraceError,
+)
 from subnetact.generation import (
     Generated,
     Generator,
@@ -458,3 +466,23 @@ def test_under_load_thinking_is_shorter_and_the_answers_are_as_long() -> None:
     calm = [Prompt(0.0, 8, 72, due, phases=thinks)]
     steps = [run(calm, thinking={b: 1.0}).steps for b in budgets]
     assert steps == [12, 24, 72], "a budget and 8 tokens of an answer"
+
+
+def test_a_step_that_fails_ends_its_requests_only() -> None:
+    scheduler = made(places=1, max_queue=2)
+    first, second = asked(), asked()
+    scheduler.submit(first, 0.0)
+    scheduler.submit(second, 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.submit(asked(), 0.0)
+    begun(scheduler, 0.0)
+    (ended,) = scheduler.failed(ValueError("no"), 1.0)
+    assert ended is first
+    assert isinstance(ended.outcome, BatchFailed)
+    step = begun(scheduler, 2.0)
+    assert step is not None
+    assert step.parts == [(second, 4)]
+    scheduler.close()
+    with pytest.raises(BatcherClosed):
+        scheduler.submit(asked(), 2.0)
+    assert second.outcome is None, "those under way go on"

@@ -505,3 +505,24 @@ def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
     percent = subnetact.evaluate(supernet, [*exact, *low], [(x, test.labels)], progress=False)
     assert abs(sum(percent[:4]) - sum(percent[4:])) / 4 < 0.5
     assert percent[:4] != percent[4:]
+
+
+@pytest.mark.usefixtures("onednn_convolutions")
+def test_an_empty_batch_gets_what_its_view_answers(digits: Supernet) -> None:
+    space = digits.space
+    specs = [space.largest(), space.at_precision(space.largest(), "int8")]
+    engine = subnetact.Engine(
+        digits, specs, example=torch.zeros(1, 1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+    )
+    for pinned in (False, True):
+        for subnet in range(2):
+            assert engine.pin(subnet) if pinned else True
+            view = digits.subnet(specs[subnet])
+            try:
+                with torch.inference_mode():
+                    expected = view(torch.zeros(0, 1, 16, 16))
+            except RuntimeError:
+                with pytest.raises(InvalidRequest, match="N >= 1"):
+                    engine(torch.zeros(0, 1, 16, 16), subnet)
+            else:
+                assert engine(torch.zeros(0, 1, 16, 16), subnet).shape == expected.shape

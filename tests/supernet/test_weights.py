@@ -276,3 +276,31 @@ def test_other_calls_run_views_while_a_program_is_made() -> None:
     run_beside(lambda: engine(IMAGES, subnet=0), network, lambda: outputs.append(engine(IMAGES, subnet=1)))
     torch.testing.assert_close(outputs[0], supernet(IMAGES, subnet=engine.specs[1]), rtol=1e-3, atol=1e-4)
     assert engine.is_fused(1)
+
+
+@pytest.mark.parametrize("door", ["load_state_dict", "exchange_storage"])
+def test_a_load_that_finds_no_room(supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is then loaded in place, as the documentation advises, reaches every copy."""
+    spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
+    supernet(X, subnet=spec)
+    name = "load.renew_storage_" if door == "load_state_dict" else "supernet.exchange_storage_"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"subnetact.supernet.{name}", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            supernet.load_state_dict(checkpoints(supernet)[0]) if door == "load_state_dict" else (
+                supernet.exchange_storage({})
+            )
+    before = supernet.generation.moment()
+    supernet.network.load_state_dict(checkpoints(supernet)[0])
+    assert not supernet.generation.moment().same_weights(before)
+    torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=5e-5)
+
+
+def test_a_load_in_place_that_fails_moves_the_generation(supernet: Supernet) -> None:
+    """Tensors in shared memory are loaded where they are, so a failure behind them leaves other weights."""
+    supernet.network.narrow[0].weight.share_memory_()
+    supernet.network.head.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    before = supernet.generation.moment()
+    with pytest.raises(ZeroDivisionError):
+        supernet.load_state_dict(checkpoints(supernet)[0])
+    assert not supernet.generation.moment().same_weights(before)
