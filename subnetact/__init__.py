@@ -68,13 +68,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     nas              965   377      8
     profile         1230   278      1
     serving         4776  1910     34
-    generation      1630   500     13
+    generation      1650   500     13
     export          1005   395      7
     simulate           9     5      2
     serve           1755   369      7
     cluster          452   116      3
     __main__          17     2      0
-    all            32273  9282    226
+    all            32293  9282    226
 
 The README has a glossary of the words that are used here.
 """

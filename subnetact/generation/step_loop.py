@@ -12,6 +12,8 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -29,7 +31,7 @@ from subnetact.supernet.generation import Moment, is_counter
 from subnetact.supernet.supernet import Supernet
 
 with extra_needed("generation needs transformers 5.20 or newer: pip install 'subnetact[hf]'"):
-    from transformers import GenerationConfig
+    from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
     from transformers.generation import logits_process
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
@@ -41,10 +43,32 @@ with extra_needed("generation needs transformers 5.20 or newer: pip install 'sub
 
 # Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
 logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
-SCHEDULER = "subnetact_planned"
+SCHEDULER, ATTENTION = "subnetact_planned", "subnetact_apart"
+WHOLE, WHOLE_MASK = (
+    cast(Any, kind)._global_mapping["sdpa"] for kind in (AttentionInterface, AttentionMaskInterface)
+)
 PAGE = 16  # tokens of a page of the cache
 LEAST_DRAW = 1e-9  # of an exponential variable, below which random numbers of this precision are too coarse
 PLAIN = 1.0 - 1e-9  # a temperature and a share that change nothing; transformers does not skip them
+
+
+def attention_apart(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, cache: Any = None, **rest: Any
+) -> Any:
+    """Let every sequence of a step attend to itself; transformers lets all attend to all, and masks that."""
+    if cache is None or mask is None:
+        return WHOLE(module, query, key, value, mask, cache=cache, **rest)
+    key, value = cache.update(key, value, module.layer_idx, rest)
+    rows, columns = (pairwise(rest[f"cu_seq_lens_{name}"].tolist()) for name in "qk")
+    found = []
+    for (a, b), (c, d) in zip(rows, columns, strict=True):
+        own = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], mask[..., a:b, c:d]
+        found.append(WHOLE(module, *own, **rest)[0])
+    return torch.cat(found, 1), None
+
+
+AttentionInterface.register(ATTENTION, attention_apart)
+AttentionMaskInterface.register(ATTENTION, WHOLE_MASK)
 
 
 class _Draws(logits_process.LogitsProcessor):
@@ -129,12 +153,10 @@ class ElasticDecoder(nn.Module):
         heads, update = find_num_key_value_heads(self.config.get_text_config()), cache.update
 
         def widened(key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any) -> Any:
-            missing = heads - key_states.shape[1]
-            if not missing:
-                return update(key_states, value_states, layer_idx, kwargs)
-            wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
+            count = key_states.shape[1]
+            wide = (F.pad(states, (0, 0, 0, 0, 0, heads - count)) for states in (key_states, value_states))
             keys, values = update(*wide, layer_idx, kwargs)
-            return keys[:, :-missing], values[:, :-missing]
+            return keys[:, :count], values[:, :count]
 
         cache.update = widened
 
@@ -165,6 +187,14 @@ class ElasticDecoder(nn.Module):
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             # Views of its own, which have one implementation of attention with the network.
             self._views = [supernet.private_view(spec)[0] for spec in self._subnets]
+        copies: dict[int, Any] = {}
+        for module in [
+            module for view in self._views for module in view.modules() if self.device.type == "cpu"
+        ]:
+            config: Any = module.__dict__.get("config")
+            if getattr(config, "_attn_implementation", "") == "sdpa":
+                own = module.__dict__["config"] = copies.setdefault(id(config), copy(config))
+                own._attn_implementation = ATTENTION
 
     def _empty(self, cache: Any, subnet: int = 0) -> None:
         self._writes = self.kinds.shared[subnet]

@@ -16,9 +16,9 @@ tokens is the second half of a point of the hull.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from typing import NamedTuple
 
 from subnetact.errors import PolicyError, TableError
@@ -251,12 +251,12 @@ class StepPolicy:
             steps = answer + min(thinks, budget)
             return self.slowdown * (steps * step_ms[i] / crowd.places + prompt * prompt_ms[i])
 
-        points = [
-            (cost(i, budget), self._accuracy[i] * self._budgets[budget], label)
-            for label, (i, budget) in enumerate(options)
-        ]
-        hull = upper_hull(points)
-        low, high, share = _between(hull, 1.0 / load if load > 0.0 else math.inf)
+        gains = [self._accuracy[i] * self._budgets[budget] for i, budget in options]
+        points = [(cost(*one), gain, n) for n, (one, gain) in enumerate(zip(options, gains, strict=True))]
+        hull, tau = upper_hull(points), 1.0 / load if load > 0.0 else math.inf
+        at = bisect_right([one for one, _, _ in hull], tau)
+        (least, _, low), (most, _, high) = hull[max(at - 1, 0)], hull[min(at, len(hull) - 1)]
+        share = max(0.0, (tau - least) / (most - least)) if most > least else 0.0
         (subnet, budget), (other, longer) = options[low], options[high]
         self.budget = budget if budget == longer else budget + share * (longer - budget)
         if other != subnet:
@@ -271,11 +271,3 @@ class StepPolicy:
         if tabled_ms > 0.0:
             ratio = min(measured_ms / tabled_ms, SLOWEST)
             self.slowdown = MEMORY * self.slowdown + (1.0 - MEMORY) * ratio
-
-
-def _between(hull: Sequence[tuple[float, float, int]], tau: float) -> tuple[int, int, float]:
-    """Return the labels of the points of a hull around a cost, and the share of the second one."""
-    for (low, _, label), (high, _, other) in pairwise(hull):
-        if tau < high:
-            return label, other, max(0.0, (tau - low) / (high - low))
-    return hull[-1][2], hull[-1][2], 0.0

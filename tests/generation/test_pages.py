@@ -215,3 +215,18 @@ def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attenti
             running = [generator.submit(longest, max_new_tokens=5, **LONG) for _ in range(3)]
             assert [len(one.result(60).tokens) for one in running] == [5, 5, 5]
             assert generator.stats().failed == 0
+
+
+def test_a_sequence_of_no_numbers_spoils_no_other_sequence_of_its_steps() -> None:
+    """Token 49 has an embedding of NaN: whoever has read it is lost, and nobody else has to know."""
+    supernet = decoder("LlamaConfig", tie_word_embeddings=False)
+    supernet.network.get_input_embeddings().weight.data[49] = torch.nan
+    specs = exact_subnets("llama", supernet)
+    with generator_of(supernet, specs, max_sequences=4) as generator:
+        lost = generator.submit([49, 3], max_new_tokens=12, **LONG)
+        prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+        running = [generator.submit(prompt, max_new_tokens=8, **LONG) for prompt in prompts]
+        for prompt, completion in zip(prompts, running, strict=True):
+            answer = completion.result(60)
+            assert list(answer.tokens) == from_scratch(supernet, specs, prompt, answer.subnets)
+        assert len(lost.result(60).tokens) == 12
