@@ -1,7 +1,7 @@
 """Language models under load: policies in simulation, and the text server under the field's load generators.
 
     python benchmarks/language_load.py --only policy thinking     # simulated, minutes
-    python benchmarks/language_load.py --only live                # at twice what the largest sustains
+    python benchmarks/language_load.py --only steps live predicted --work FOLDER   # at --load 2
     python benchmarks/language_load.py --only aiperf guidellm     # with the options of these names: programs
     python benchmarks/language_load.py --report
 
@@ -10,7 +10,9 @@ lengths of Azure's trace of conversations (Splitwise, ISCA 2024), divided by a w
 random, or those of public traces. Contenders: all subnets, each alone, and the largest at two precisions.
 thinking: a problem is solved with probability 1 - exp(-tokens / scale), diminishing returns as in arXiv
 2601.10274; the budget chosen by load against every fixed one, all with the same policy for subnets.
-live: the embedded language model, each contender in a server of its own, one after the other.
+steps, live: SmolLM2-135M of `served_smollm2.py` (`--work`), each contender in a server of its own, one after
+the other, at a multiple of what the largest sustains (`--sustained` measures that first). predicted: the same
+in simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
-from harness import RESULTS, Facts, Run, options_of, run
+import served_smollm2
+from harness import RESULTS, Facts, Run, options_of, read, run, table
 from peers import import_torchvision
 from tqdm import tqdm
 
@@ -54,10 +57,9 @@ BUDGETS = (16, 32, 64, 128, 256)  # tokens to think
 
 SERVE = """
 import sys, runpy
-sys.argv[0] = "subnetact.serve"
 from peers import import_torchvision
 import_torchvision()
-runpy.run_module("subnetact.serve", run_name="__main__")
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
@@ -288,39 +290,49 @@ def thinking(this: Run) -> Facts:
 # -- the text server -----------------------------------------------------------------------------------
 
 
-PLACES, PROMPT, ANSWER = 32, (128, 256), (16, 32)  # active sequences; tokens of prompts and answers
+PLACES, STEP_TOKENS = 16, 512
+FIRST_MS, TOKEN_MS = 2000.0, 200.0  # objectives of MLPerf Inference for conversations with Llama 2 70B
+SHORTER = 8  # lengths are those of Azure's conversations, divided by this
+LONGEST_PROMPT, TRACES_PREDICTED = 480, 20
 
 
-def serve_alone(ids: Sequence[int], port: int, folder: Path, token_ms: float) -> None:
-    """Serve some subnets of the embedded language model until the process ends."""
-    import torch
-
+def serve_rows(this: Run) -> None:
+    """Serve some rows of SmolLM2's table until the process ends."""
     from subnetact import serve
     from subnetact.generation import Generator
-    from subnetact.generation import text as embedded
 
-    torch.set_num_threads(1)
-    supernet = embedded.load_text_supernet()
-    specs, table = text_table(supernet, folder)
-    options: Any = {"token_ms": token_ms, "allow_approximate": True, "max_sequences": PLACES}
+    supernet, specs = served_smollm2.served(this.args.work)
+    ids, table = this.args.serve, step_table(this)
+    options: Any = {"token_ms": TOKEN_MS, "allow_approximate": True}
+    options |= {"max_sequences": PLACES, "step_tokens": STEP_TOKENS}
     generator = Generator(supernet, [specs[i] for i in ids], table.select(ids), **options)
-    app = serve.build_text_app(generator, embedded.text_tokenizer(), name="docstrings")
-    serve.run(app, port=port)
+    app = serve.build_text_app(generator, served_smollm2.tokenizer(), name="smollm2")
+    serve.run(app, port=this.args.port)
 
 
-def text_table(supernet: Any, folder: Path) -> tuple[Any, StepTable]:
-    """Return the subnets of the embedded model and their step table, which is measured once."""
+def step_table(this: Run) -> StepTable:
+    """Return the measured step table."""
+    tables = this.known["steps"]["tables"]
+    return StepTable.from_tables({name: LatencyTable.from_json(one) for name, one in tables.items()})
+
+
+def steps(this: Run) -> Facts:
+    """Measure the steps of all rows, and their perplexity and right next tokens of held-out docstrings."""
     from subnetact.generation import profile_steps
-    from subnetact.generation import text as embedded
 
-    specs = embedded.switchable_subnets(supernet)
-    known = {one["subnet"]: one["right_percent"] for one in embedded.text_facts()["held_out"]}
-    if not (folder / "prefill.json").exists():
-        right = [known[spec.key] for spec in specs]
-        cells: Any = {"sequences": (1, 8, PLACES), "contexts": (128, 256), "prompt_tokens": (32, 128, 512)}
-        for name, table in profile_steps(supernet, specs, **cells, accuracy=right).to_tables().items():
-            table.save(folder / f"{name}.json")
-    return specs, StepTable.from_tables({p.stem: LatencyTable.load(p) for p in folder.glob("*.json")})
+    supernet, specs = served_smollm2.served(this.args.work)
+    quality = served_smollm2.quality(supernet, specs)
+    cells: Any = {"sequences": (1, 2, 4, 8, PLACES), "contexts": (128, 256)}
+    cells |= {"prompt_tokens": (32, 128, 256, 512)}
+    right = [one["right"] for one in quality]
+    table = profile_steps(supernet, specs, **cells, accuracy=right, rounds=this.args.rounds)
+    names = dict(zip(served_smollm2.NAMES, quality, strict=True))
+    facts = read(this.args.work / "facts.json")
+    return {
+        "quality": names,
+        "model": facts,
+        "tables": {name: one.to_json() for name, one in table.to_tables().items()},
+    }
 
 
 @contextmanager
@@ -331,7 +343,7 @@ def server(
     with (log or Path(os.devnull)).open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
         try:
-            for _ in range(600):
+            for _ in range(2000):
                 with suppress(OSError):
                     urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
                     break
@@ -365,7 +377,8 @@ async def ask(port: int, body: Facts, wait_s: float) -> Facts:
         writer.close()
     except Exception as error:
         status = type(error).__name__
-    return {"times": times, "subnets": subnets, **({} if status == "200" else {"error": status})}
+    ended = 1e3 * (time.perf_counter() - begun)
+    return {"times": times, "ended": ended, "subnets": subnets, "status": status}
 
 
 async def send(port: int, bodies: Sequence[Facts], waits_s: Sequence[float]) -> list[Facts]:
@@ -376,68 +389,131 @@ async def send(port: int, bodies: Sequence[Facts], waits_s: Sequence[float]) -> 
 def judged(
     answers: Sequence[Facts], bodies: Sequence[Facts], right: Mapping[str, float], seconds: float
 ) -> Facts:
-    """Return what clients got: a request counts if all of it came by its deadline."""
+    """Return what clients got: a request counts if its first and its last token came by their deadlines."""
     met, first, quality = 0, [], []
     for answer, body in zip(answers, bodies, strict=True):
-        first += answer["times"][:1]
-        in_time = answer["times"] and answer["times"][-1] <= body["deadline_ms"] and "error" not in answer
-        met += bool(in_time)
-        if in_time and answer["subnets"]:
-            given = answer["subnets"]
+        times, count = answer["times"], body["max_tokens"]
+        first.append(times[0] if times else max(answer["ended"], FIRST_MS))
+        if times and times[0] <= FIRST_MS and times[-1] <= FIRST_MS + (count - 1) * TOKEN_MS:
+            met += 1
+            given = answer["subnets"] or {next(iter(right)): 1}
             quality.append(sum(right[name] * n for name, n in given.items()) / sum(given.values()))
+    statuses = [answer["status"] for answer in answers]
     return {
         "requests": len(bodies),
         "violations": 100 * (1 - met / len(bodies)),
-        "goodput, requests/s": met / seconds,
-        "first token, P95": float(np.percentile(first, 95)) if first else math.nan,
-        "quality in time": statistics.mean(quality) if quality else math.nan,
+        "goodput": met / seconds,
+        "first token, P50": float(np.percentile(first, 50)),
+        "first token, P95": float(np.percentile(first, 95)),
+        "quality in time": statistics.mean(quality) if quality else None,
         "right and in time": sum(quality) / len(bodies),
+        "refused": {status: statuses.count(status) for status in {*statuses} - {"200"}},
+    }
+
+
+def conversations(count: int, rng: random.Random) -> list[Facts]:
+    """Return bodies of requests: held-out texts, with the lengths of Azure's conversations, divided."""
+    tokenizer, texts = served_smollm2.tokenizer(), served_smollm2.held_out().flatten()
+    bodies = []
+    for prompt, answer in lengths(rng, SHORTER, SHORTER, count):
+        start = rng.randrange(len(texts) - LONGEST_PROMPT)
+        text = tokenizer.decode(texts[start : start + min(prompt, LONGEST_PROMPT)])
+        due = {"slo_ttft_ms": FIRST_MS, "slo_tpot_ms": TOKEN_MS}
+        bodies.append({"model": "smollm2", "prompt": text, "max_tokens": answer, "ignore_eos": True, **due})
+    return bodies
+
+
+def contenders() -> dict[str, list[int]]:
+    """Return the rows that every contender has, the largest first."""
+    names = served_smollm2.NAMES
+    found = {name: [i] for i, name in reversed([*enumerate(names)])}
+    whole = [i for i, (size, _) in enumerate(served_smollm2.ROWS) if size == "1"]
+    usable = [*range(1, len(names))]  # not the first, whose perplexity is ten times that of the whole
+    return {**found, "precision alone": whole, "all": usable, PEER: []}
+
+
+PEER = "transformers serve"
+
+
+@contextmanager
+def contender(this: Run, ids: Sequence[int]) -> Iterator[None]:
+    """Run the server of some rows, or the peer with the largest model, on a core of its own."""
+    command, path = [sys.executable, __file__, "--serve", *map(str, ids)], "/health"
+    command += ["--work", str(this.args.work), "--port", str(this.args.port), "--out", str(this.args.out)]
+    if not ids:
+        command = [this.args.peer, "-c", SERVE, "transformers.cli.transformers", "serve"]
+        command += [str(this.args.work / "folder"), "--continuous-batching", "--device", "cpu"]
+        command += ["--port", str(this.args.port), "--cb-num-blocks", "64", "--cb-max-batch-tokens"]
+        command += [str(STEP_TOKENS)]  # the tokens of cache and step that the others have
+    os.sched_setaffinity(0, {this.args.cores[0]})
+    with server(command, this.args.port, path, this.args.work / "server.log"):
+        os.sched_setaffinity(0, {this.args.cores[1]})
+        yield
+
+
+def predicted(this: Run) -> Facts:
+    """Simulate the live part with the step table, on traces of which the live part has the first."""
+    live, rows = this.known["live"], dict[str, list[Facts]]()
+    rate = live["sustained"][served_smollm2.NAMES[-1]]
+    for seed in range(TRACES_PREDICTED):
+        rng = random.Random(seed)
+        times = arrivals(rng, "Azure LLM 2023", this.args.load * rate / 1e3)
+        times = [one for one in times if one < 1e3 * live["seconds"]]
+        sizes = [(min(prompt, LONGEST_PROMPT), n) for prompt, n in lengths(rng, SHORTER, SHORTER, len(times))]
+        due = TokenDeadlines(FIRST_MS, TOKEN_MS)
+        prompts = [Prompt(now, *size, due) for now, size in zip(times, sizes, strict=True)]
+        one = Setting("Azure LLM 2023", 2.0, step_table(this), TOKEN_MS, PLACES, prompts)
+        for name, ids in contenders().items():
+            rows.setdefault(name, []).extend([outcome(one, ids)] if ids else [])
+    return {
+        "traces": TRACES_PREDICTED,
+        "rows": {
+            name: {measure: statistics.mean(one[measure] for one in found) for measure in found[0]}
+            for name, found in rows.items()
+            if found
+        },
     }
 
 
 def live(this: Run) -> Facts:
-    """Serve twice what the largest subnet sustains with every contender."""
-    from subnetact.generation import text as embedded
+    """Serve twice what the largest sustains with every contender; what was measured before stays."""
+    if "sustained" not in this.known.get("live", {}):
+        this.known["live"] = {}
+    known = this.known["live"]
+    table, names = step_table(this), served_smollm2.NAMES
+    right = dict(reversed([*zip(table.subnets, table.accuracy, strict=True)]))  # the largest first
 
-    supernet = embedded.load_text_supernet()
-    rng, rows = random.Random(0), {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        specs, table = text_table(supernet, folder)
-        last = len(specs) - 1
-        token_ms = 2.0 * table.latencies_ms(PLACES, sum(PROMPT) / 2)[last]
+    def answers(ids: Sequence[int], bodies: Sequence[Facts], waits: Sequence[float]) -> list[Facts]:
+        patient: Facts = {"slo_ttft_ms": 6e4, "slo_tpot_ms": 6e4, "max_tokens": 4}
+        if not ids:  # it knows the model by its folder, and no deadlines
+            patient, model = {"max_tokens": 4}, str(this.args.work / "folder")
+            kept = ("prompt", "max_tokens")
+            bodies = [{"model": model, **{name: body[name] for name in kept}} for body in bodies]
+        with contender(this, ids):
+            warm = [{**body, **patient} for body in bodies[:PLACES]]
+            asyncio.run(send(this.args.port, warm, [0.0] * len(warm)))
+            return asyncio.run(send(this.args.port, bodies, waits))
 
-        def body(slack: float) -> Facts:
-            count = rng.randint(*ANSWER)
-            tokens = [rng.randrange(1, 1000) for _ in range(rng.randint(*PROMPT))]
-            due = {"deadline_ms": (slack + count) * token_ms}
-            return {"prompt": tokens, "max_tokens": count, "ignore_eos": True, **due}
-
-        def answers(ids: Sequence[int], bodies: Sequence[Facts], waits: Sequence[float]) -> list[Facts]:
-            command = [sys.executable, __file__, "--serve", *map(str, ids), "--port", str(this.args.port)]
-            command += ["--folder", str(folder), "--token-ms", str(token_ms)]
-            with server(command, this.args.port, "/health"):
-                asyncio.run(send(this.args.port, bodies[:PLACES], [0.0] * PLACES))  # until all is warm
-                return asyncio.run(send(this.args.port, bodies, waits))
-
-        sustained = {}
-        for i in (last, 0):  # as many as all places take, four times, at once
-            many = [{**body(1.0), "deadline_ms": 50_000.0} for _ in range(4 * PLACES)]
-            ends = [one["times"][-1] for one in answers([i], many, [0.0] * len(many))]
-            sustained[f"FFN {embedded.FFN[i]}"] = 1e3 * len(many) / max(ends)
-        rate = 2.0 * sustained[f"FFN {embedded.FFN[last]}"]
-        waits, now = [], 0.0
-        while (now := now + rng.expovariate(rate)) < this.args.seconds:
-            waits.append(now)
-        bodies = [body(20.0) for _ in waits]
-        right = {spec.key: table.accuracy[i] for i, spec in enumerate(specs)}
-        contenders = {f"FFN {embedded.FFN[i]}": [i] for i in range(last, -1, -1)}
-        contenders["all"] = [*range(last + 1)]
-        for name, ids in contenders.items():
-            rows[name] = judged(answers(ids, bodies, waits), bodies, right, this.args.seconds)
-            rows[name]["load of the machine"] = os.getloadavg()[0]
-            print(name, rows[name], flush=True)
-    return {"sustained, requests/s": sustained, "rate": rate, "token_ms": token_ms, "rows": rows}
+    for name in this.args.sustained or ():
+        count, ids = 8 * PLACES, contenders()[name]
+        patient = {"slo_ttft_ms": 6e5, "slo_tpot_ms": 6e4}
+        many = [{**body, **patient} for body in conversations(count, random.Random(1))]
+        ends = [one["ended"] for one in answers(ids, many, [0.0] * count)]
+        known.setdefault("sustained", {})[name] = 1e3 * count / max(ends)
+        print(name, known["sustained"], flush=True)
+        this.save()
+    rate, rng = this.args.load * known["sustained"][names[-1]], random.Random(0)
+    rows = known.setdefault(f"rows at {this.args.load:g}", {})
+    times = arrivals(rng, "Azure LLM 2023", rate / 1e3)
+    waits = [one / 1e3 for one in times if one < 1e3 * this.args.seconds]
+    bodies = conversations(len(waits), rng)
+    for name in contenders() if this.args.contenders is None else this.args.contenders:
+        found = answers(contenders()[name], bodies, waits)
+        rows[name] = row = judged(found, bodies, right, this.args.seconds)
+        row["load of the machine"] = os.getloadavg()[0]
+        print(name, row, flush=True)
+        this.save()
+    return {**known, "seconds": this.args.seconds}
 
 
 def tokenizer_folder(folder: Path) -> None:
@@ -455,7 +531,8 @@ def generator_of_load(this: Run, command: Sequence[str], pattern: str) -> tuple[
     """Run a load generator against the text server; return its folder and the files it wrote."""
     folder = Path(tempfile.mkdtemp())
     tokenizer_folder(folder)
-    serve = [sys.executable, "-c", SERVE, "--text", "--slo-ms", "60000", "--port", str(this.args.port)]
+    serve = [sys.executable, "-c", SERVE, "subnetact.serve", "--text", "--slo-ms", "60000"]
+    serve += ["--port", str(this.args.port)]
     with server(serve, this.args.port, "/health", folder / "server.log"):
         subprocess.run(
             [*command],
@@ -526,8 +603,68 @@ def guidellm(this: Run) -> Facts:
 # -- the page ------------------------------------------------------------------------------------------
 
 
+def step_lines(facts: Facts) -> Iterator[str]:
+    """Yield the qualities and the step times of SmolLM2."""
+    tables = {name: LatencyTable.from_json(one) for name, one in facts["tables"].items()}
+    decode, prompts = tables["decode-128"], tables["prefill"]
+    heads = [f"{n} sequences" for n in decode.batch_sizes] + [f"prompt {n}" for n in prompts.batch_sizes]
+    rows = []
+    for i, (name, one) in enumerate(facts["quality"].items()):
+        times = [*decode.latency_ms[i], *prompts.latency_ms[i]]
+        quality = [f"{one['perplexity']:.1f}", f"{one['right']:.1f}"]
+        rows.append([name, *quality, *[f"{ms:.0f}" for ms in times]])
+    trained = facts["model"]["training"]
+    yield f"Distilled in {trained['steps']} steps, {trained['minutes']:.0f} minutes. Times of steps in ms."
+    yield ""
+    yield from table(["row", "perplexity", "right next tokens, %", *heads], rows)
+
+
+def live_lines(facts: Facts) -> Iterator[str]:
+    """Yield what clients of every contender got."""
+    sustained = [f"{name} {rate:.2f}" for name, rate in facts["sustained"].items()]
+    yield f"Sustained, requests/s: {', '.join(sustained)}. Sent for {facts['seconds']:.0f} s."
+    for load in [name for name in facts if name.startswith("rows")]:
+        rows = facts[load]
+        columns = [name for name, value in rows["all"].items() if isinstance(value, float)]
+        shown = [[row[column] for column in columns] for row in rows.values()]
+        cells = [["" if value is None else f"{value:.2f}" for value in values] for values in shown]
+        yield ""
+        yield f"Sent at {load.removeprefix('rows at ')} times what the largest sustains:"
+        yield ""
+        yield from table(["contender", *columns], [[n, *line] for n, line in zip(rows, cells, strict=True)])
+        if whole := rows.get(served_smollm2.NAMES[-1]):
+            fewer = 100 * (1 - rows["all"]["violations"] / whole["violations"])
+            sooner = whole["first token, P95"] / rows["all"]["first token, P95"]
+            yield ""
+            yield f"`all`, not the largest: {fewer:.0f} % fewer violations, P95 {sooner:.2f} times shorter."
+    yield ""
+    yield "![Quality of the answers in time against goodput.](language_load.png)"
+
+
+def figure(live: Facts) -> None:
+    """Draw the quality of answers in time against goodput, at every load."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for i, load in enumerate([name for name in live if name.startswith("rows")]):
+        for name, row in live[load].items():
+            if row["quality in time"] is not None:
+                at = row["goodput"], row["quality in time"]
+                label = f"{load.removeprefix('rows at ')} times the largest" if name == "all" else None
+                axes.plot(*at, "*" if name == "all" else "o", color=f"C{i}", label=label)
+                axes.annotate(name, at, (5, 4), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="requests answered in time, per s", ylabel="right next tokens of their subnets, %")
+    axes.margins(x=0.2)
+    axes.legend(loc="center left")
+    drawn.savefig(RESULTS / "language_load.png", dpi=110)
+
+
 def report(known: Facts) -> Iterator[str]:
-    """Yield the figures of the page."""
+    """Yield the figures of the page, and draw its figure."""
+    figure(known["live"])
     for part, facts in known.items():
         device = facts["machine"]
         where = (
@@ -558,13 +695,18 @@ def report(known: Facts) -> Iterator[str]:
                 found = facts["against"].get(name)
                 cell = f"{found['mean']:+.2f} ({found['5th percentile']:+.2f})" if found else ""
                 yield f"| {name} | {value:.2f} | {cell} |"
+        elif part == "steps":
+            yield from step_lines(facts)
         elif part == "live":
-            rows = facts["rows"]
-            columns = list(rows["all"])
-            yield "| contender | " + " | ".join(columns) + " |"
-            yield "|---" * (1 + len(columns)) + "|"
-            for name, row in rows.items():
-                yield f"| {name} | " + " | ".join(f"{row[column]:.1f}" for column in columns) + " |"
+            yield from live_lines(facts)
+        elif part == "predicted":
+            columns = list(facts["rows"]["all"])
+            yield f"Means over {facts['traces']} traces."
+            yield ""
+            rows = facts["rows"].items()
+            yield from table(
+                ["contender", *columns], [[n, *map("{:.2f}".format, r.values())] for n, r in rows]
+            )
         else:
             yield "```json"
             shown = {name: value for name, value in facts.items() if name != "machine"}
@@ -575,23 +717,29 @@ def report(known: Facts) -> Iterator[str]:
 
 def main() -> None:
     """Measure the parts."""
-    parts = {"policy": policy, "thinking": thinking, "live": live, "aiperf": aiperf, "guidellm": guidellm}
+    parts: dict[str, Any] = {"policy": policy, "thinking": thinking, "steps": steps, "live": live}
+    parts |= {"predicted": predicted, "aiperf": aiperf, "guidellm": guidellm}
     parser = options_of(__doc__, "language_load", parts)
     parser.add_argument("--settings", type=int, default=200)
     parser.add_argument("--first", type=int, default=1000, help="seed of the first setting")
-    parser.add_argument("--seconds", type=float, default=15.0, help="length of the live trace")
+    parser.add_argument("--seconds", type=float, default=90.0, help="length of the live trace")
+    parser.add_argument("--work", type=Path, default=Path("served"), help="folder of served_smollm2.py")
+    parser.add_argument("--load", type=float, default=2.0, help="of what the largest sustains")
+    parser.add_argument("--rounds", type=int, default=3, help="visits of every cell of the step table")
+    parser.add_argument("--contenders", nargs="*", choices=[*contenders()], help="of the live part")
+    parser.add_argument("--sustained", nargs="*", choices=[*contenders()], help="measure what they sustain")
+    parser.add_argument("--peer", default=sys.executable, help="Python with transformers' server")
+    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), help="of the server, and of the client")
     parser.add_argument("--requests", type=int, default=1000, help="of the load generators")
     parser.add_argument("--rate", type=float, default=8.0, help="requests/s of the load generators")
     parser.add_argument("--aiperf", default="aiperf")
     parser.add_argument("--guidellm", default="guidellm")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--serve", type=int, nargs="+", help="serve these subnets, and nothing else")
-    parser.add_argument("--folder", type=Path, default=RESULTS)
-    parser.add_argument("--token-ms", type=float, default=50.0)
     args = parser.parse_args()
     import_torchvision()
     if args.serve:
-        serve_alone(args.serve, args.port, args.folder, args.token_ms)
+        serve_rows(Run(args))
         return
     run(parser, "language_load", parts, report, ("transformers",))
 
