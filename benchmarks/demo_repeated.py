@@ -1,12 +1,11 @@
 """The demo several times in a row: does it answer in time on a machine whose speed changes?
 
-    python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0]
+    python benchmarks/demo_repeated.py [--seeds 0 1 2 3 4] [--load 0]
 
-Every run is `python examples/demo.py` in a process of its own, or with `--text` `benchmarks/text_demo.py`,
-the demo of the language model. With `--load N`, N processes compute for random spans of up to two seconds and
-pause for random spans, from the start of every run to its end, so that the machine has another speed while
-the demo serves than while it profiled. Runs of seeds that the file has are kept. `--report` writes their
-pages in results/.
+Every run is `python examples/demo.py` in its own process. With `--load N`, N processes compute for random
+spans of up to two seconds and pause for random spans, from the start of every run to its end, so that the
+machine has another speed while the demo serves than while it profiled. Runs of seeds that the file has are
+kept. `--report` writes their page in results/.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def compute(stop: EventType, seed: int) -> None:
         stop.wait(rng.uniform(0.2, 2.0))
 
 
-def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]:
+def run(seed: int, load: int, figure: Path | None) -> dict[str, Any]:
     """Run the demo once beside `load` computing processes, and return its figures."""
     stop = Event()
     others = [Process(target=compute, args=(stop, 100 * seed + i), daemon=True) for i in range(load)]
@@ -46,8 +45,7 @@ def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "demo.json"
-            demo = ["benchmarks/text_demo.py"] if text else ["examples/demo.py"]
-            command = [sys.executable, *demo, "--seed", str(seed), "--json", str(out)]
+            command = [sys.executable, "examples/demo.py", "--seed", str(seed), "--json", str(out)]
             command += ["--out", str(figure or Path(folder) / "demo.png")]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             found: dict[str, Any] = json.loads(out.read_text())
@@ -79,23 +77,21 @@ def report(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--text", action="store_true", help="the demo of the language model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per seed")
     parser.add_argument("--load", type=int, default=0, help="processes that compute now and then")
     parser.add_argument("--figure", type=Path, help="file for the figure of seed 0")
     parser.add_argument("--report", action="store_true", help="write the page in results/ and stop")
     args = parser.parse_args()
-    demo = "text_demo" if args.text else "demo"
-    out = RESULTS / f"{demo}.json"
+    out = RESULTS / "demo.json"
     result = read(out)
     if args.report:
-        write_section(demo, report(result))
+        write_section("demo", report(result))
         return
     name = f"beside processes that compute now and then: {args.load}" if args.load else "nothing else runs"
     runs = result.setdefault(name, [])
     known = {one.get("seed", i) for i, one in enumerate(runs)}  # in older files the seeds are 0, 1, ...
     for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
-        runs.append(run(seed, args.load, args.text, None if seed else args.figure))
+        runs.append(run(seed, args.load, None if seed else args.figure))
         save(out, result)
         print(runs[-1]["contenders"], runs[-1]["notes"])
 

@@ -58,28 +58,6 @@ def package_folder(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def texts(tokenizer: Any, tokens: int) -> dict[str, Tensor]:
-    """Return chunks (N, LENGTH): `training`, and `docstrings` and `other` to measure on."""
-    import elastic_smollm2
-
-    def chunks(text: str) -> Tensor:
-        ids = torch.tensor(tokenizer(text)["input_ids"])
-        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-
-    known = chunks(elastic_smollm2.text())
-    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
-    parts, count = [known[32:]], len(known[32:]) * LENGTH
-    for name in PACKAGES:
-        found = docstrings(sorted(package_folder(name).rglob("*.py")), 401) if count < tokens else []
-        for i in range(0, len(found), 200):
-            if count < tokens:
-                parts.append(chunks("\n\n".join(found[i : i + 200])))
-                count += parts[-1].numel()
-    descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
-    other = chunks("\n\n".join(path.read_text(encoding="utf-8") for path in descriptions))
-    return {"training": torch.cat(parts), "docstrings": known[:16], "other": other[:16]}
-
-
 class Chunks:
     """Batches of chunks, in another order in every epoch."""
 
@@ -93,13 +71,30 @@ class Chunks:
 
 
 def smollm2_texts(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Return the chunks of `texts`."""
+    """Return chunks (N, LENGTH): `training`, and `docstrings` and `other` to measure on."""
     import_torchvision()  # transformers imports it
     import elastic_smollm2
     from transformers import AutoTokenizer
 
     folder, file = elastic_smollm2.model_folder(), elastic_smollm2.FILE
-    return texts(AutoTokenizer.from_pretrained(folder, gguf_file=file), args.tokens)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+    def chunks(text: str) -> Tensor:
+        ids = torch.tensor(tokenizer(text)["input_ids"])
+        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+
+    known = chunks(elastic_smollm2.text())
+    known = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(0))]
+    parts, count = [known[32:]], len(known[32:]) * LENGTH
+    for name in PACKAGES:
+        found = docstrings(sorted(package_folder(name).rglob("*.py")), 401) if count < args.tokens else []
+        for i in range(0, len(found), 200):
+            if count < args.tokens:
+                parts.append(chunks("\n\n".join(found[i : i + 200])))
+                count += parts[-1].numel()
+    descriptions = sorted((package_folder("sklearn") / "datasets" / "descr").glob("*.rst"))
+    other = chunks("\n\n".join(path.read_text(encoding="utf-8") for path in descriptions))
+    return {"training": torch.cat(parts), "docstrings": known[:16], "other": other[:16]}
 
 
 def smollm2_model() -> Any:
@@ -210,7 +205,6 @@ def row(report: DistillationReport) -> dict[str, Any]:
 
 def page(known: dict[str, Any]) -> str:
     """Return the page of the results."""
-    front = Path(__file__).parents[1] / "examples" / "elastic_smollm2.json"
     lines = [
         "# Distillation of SmolLM2-135M",
         "",
@@ -218,7 +212,8 @@ def page(known: dict[str, Any]) -> str:
         "[trials](trials.json): sorting by importance",
         "does; what is off by default does not.",
         *smollm2_lines(**known["smollm2"]),
-        *front_lines(json.loads(front.read_text())),
+        "",
+        "Ten subnets that differ in four axes, at two precisions, are `smollm2_four_axes` there.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -259,33 +254,6 @@ def smollm2_lines(elastic: dict[str, Any], control: dict[str, Any]) -> list[str]
         "|---|---|---|---|---|---|---|",
         *rows,
     ]
-
-
-def front_lines(front: dict[str, Any]) -> list[str]:
-    """Return the part of the page on SmolLM2 with four elastic axes."""
-    trained, place = front["training"], front["machine"]
-    exact, short = ([r for r in front["rows"] if r["precision"] == p] for p in ("float32", "int8"))
-    largest, smallest = trained["before"]
-    lines = [
-        "",
-        "## Elastic in four axes and two precisions",
-        "",
-        "`smollm2.py` begins with the model above, whose FFN alone is trained, makes FFN, heads, stream and",
-        f"depth elastic in one supernet, sorts, and trains all: {trained['steps']} steps of 4 x {LENGTH}",
-        f"tokens in {trained['minutes']:.0f} minutes, one thread of an {place['device_name']}",
-        f"({place['instructions']}) that other programs kept busy, bfloat16.",
-        "This is very little, and what drops several things at once stays bad. Before these steps, the",
-        f"smallest subnet had a perplexity of {smallest:,.0f}, the largest {largest:.1f}. Perplexity of",
-        "2,048 tokens each; tokens per second of greedy generation, one sequence, one thread, medians of",
-        "passes in turns on the idle machine.",
-        "",
-        "| subnet | docstrings | int8 | descriptions | int8 | tokens/s | int8 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for a, b in zip(exact, short, strict=True):
-        cells = [pair[part] for part in ("docstrings", "other", "tokens_per_s") for pair in (a, b)]
-        lines.append(f"| {a['subnet']} | " + " | ".join(f"{cell:,.1f}" for cell in cells) + " |")
-    return [*lines, "", "`examples/elastic_smollm2.png` draws the table."]
 
 
 def main() -> None:

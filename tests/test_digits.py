@@ -10,11 +10,8 @@ from typing import Any
 import demo
 import numpy as np
 import pytest
-import text_demo
 import torch
 from demo import Run, machine_notes, main, serve
-from generation_tables import step_table
-from text_demo import ANSWER, SEQUENCES, prompt_trace
 
 from subnetact import calibrate, evaluate
 from subnetact.digits import (
@@ -24,9 +21,7 @@ from subnetact.digits import (
     undistorted_digits,
     validation_and_test,
 )
-from subnetact.errors import BatchFailed, DeadlinePassed, QueueFull, SpecError, TraceError
-from subnetact.generation import StepTable
-from subnetact.generation.text import text_facts
+from subnetact.errors import BatchFailed, DeadlinePassed, QueueFull, SpecError
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -139,49 +134,3 @@ def test_a_full_queue_costs_its_request_and_a_failure_of_the_library_is_no_late_
     answers, late_ms = serve(np.zeros(3), submit)
     assert answers == [0, None, 2]
     assert len(late_ms) == 3
-
-
-def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst() -> None:
-    arrivals_ms, token_ms = prompt_trace((1500.0, 1200.0, 1000.0), 60.0, seed=0)
-    assert token_ms == pytest.approx(1.5 * SEQUENCES)
-    assert arrivals_ms.tolist() == sorted(arrivals_ms)
-    in_burst = (arrivals_ms >= 22_500) & (arrivals_ms < 37_500)
-    burst = ANSWER * in_burst.sum() / 15
-    lull = ANSWER * (~in_burst).sum() / 45
-    assert burst == pytest.approx(0.95 * 1500, rel=0.1)
-    assert lull == pytest.approx(0.7 * 1000, rel=0.1)
-    again, other = (prompt_trace((1500.0, 1200.0, 1000.0), 60.0, seed=seed)[0] for seed in (0, 1))
-    assert np.array_equal(again, arrivals_ms)
-    assert not np.array_equal(other, arrivals_ms)
-    with pytest.raises(TraceError, match="serve for longer"):
-        prompt_trace((1500.0, 1000.0), 1e-6, seed=0)
-
-
-def test_the_text_demo_runs_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With made-up times of steps and little text; how many tokens come in time is left to the machine."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("matplotlib")
-
-    def made_up(supernet: Any, specs: Any, *, accuracy: Any, **_: Any) -> StepTable:
-        return step_table([spec.key for spec in specs], tuple(accuracy))
-
-    monkeypatch.setattr(text_demo, "profile_steps", made_up)
-    monkeypatch.setattr(text_demo, "_sustained", lambda _, spec, *__: 200.0 - 0.1 * sum(spec["ffn"]) / 4)
-    files = ["--out", str(tmp_path / "text.png"), "--json", str(tmp_path / "text.json")]
-    assert text_demo.main(["--seconds", "0.5", *files]) == 0
-    printed = capsys.readouterr().out
-    for words in ("on held-out docstrings", "The largest subnet continues", "right and in time"):
-        assert words in printed
-    assert (tmp_path / "text.png").stat().st_size > 10_000
-    found = json.loads((tmp_path / "text.json").read_text())
-    assert found["prompts"] > 3
-    names = ["all subnets", *(f"FFN {width} alone" for width in (896, 56, 112, 224, 448))]
-    assert [one["name"] for one in found["contenders"]] == names
-    for one in found["contenders"]:
-        assert one["items"] == ANSWER * found["prompts"]
-        assert 0 <= one["right_and_in_time"] <= one["in_time"] <= 100
-    alone = {one["name"]: one["profiled"] for one in found["contenders"][1:] if one["in_time"]}
-    known = [one["right_percent"] for one in text_facts()["held_out"]]
-    assert all(any(value == pytest.approx(right) for right in known) for value in alone.values())
