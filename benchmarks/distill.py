@@ -149,7 +149,6 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
             random_subnets=0 if args.control else 1,
             resume=args.work / f"{name}.safetensors",
             save_every_s=300,
-            balance=args.balance,
             autocast=torch.bfloat16 if args.bfloat16 else None,
         )
 
@@ -166,7 +165,6 @@ def smollm2(known: dict[str, Any], args: argparse.Namespace) -> None:
         "tokens": given["training"].numel(),
         "batch": args.batch,
         "rate": args.rate,
-        "balance": args.balance,
         "autocast": "bfloat16" if args.bfloat16 else None,
         "threads": args.threads,
     }
@@ -267,7 +265,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help=f"chunks of {LENGTH} tokens per step")
     parser.add_argument("--chunks", type=int, default=16, help="chunks that are measured")
     parser.add_argument("--rate", type=float, default=3e-4)
-    parser.add_argument("--balance", action="store_true")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 where torch allows it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("distill_work"), help="folder of unfinished work")
