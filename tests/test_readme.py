@@ -57,7 +57,10 @@ def names_after(block: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_service_reaches_the_accuracy_that_its_block_states() -> None:
+def test_the_service_reaches_the_accuracy_that_its_block_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where its bundle is written
     (listed,) = re.findall(r"accuracy=\[([\d., ]+)\]", SERVICE)
     stated = [float(number) for number in listed.split(",")]
     names = names_after(SERVICE)
