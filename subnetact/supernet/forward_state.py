@@ -25,7 +25,7 @@ def own_state_(view: nn.Module, names: Collection[str]) -> None:
 
 def note_state_(supernet: Any, names: Collection[str]) -> None:
     """Note that a forward writes the buffers with these names, of which every view then has its own."""
-    buffers = (name for name, _ in supernet.network.named_buffers(remove_duplicate=False))
+    buffers = (name for name, _ in supernet._present().named_buffers(remove_duplicate=False))
     with supernet._generation.lock:
         known = supernet.state
         supernet.state = known.union(name for name in buffers if name in names)

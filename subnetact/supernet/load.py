@@ -174,7 +174,7 @@ def statistics_of_largest(supernet: Any) -> dict[str, Tensor]:
     largest = supernet.space.largest()
     row, sizes = supernet.norms.get(largest), supernet.space.resolve(largest)
     pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-    for path, norm in supernet.network.named_modules(remove_duplicate=False):
+    for path, norm in supernet._present().named_modules(remove_duplicate=False):
         if isinstance(norm, SubnetNorm) and norm.path in pairs:
             pair = norm.readable(sizes, pairs[norm.path])
             for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
