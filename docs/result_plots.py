@@ -79,5 +79,5 @@ def draw(page: str, folder: Path) -> str | None:
         return None
     bars = FIGURES[page]()
     folder.mkdir(exist_ok=True)
-    plot_bars(bars.groups, bars.labels, bars.title, bars.axis, folder / f"{page}.png")
+    plot_bars(bars.groups, bars.labels, bars.title, bars.axis, folder / f"{page}.png", line=0.0)
     return f"{page}.png"

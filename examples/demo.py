@@ -336,11 +336,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--out and --json need folders that exist, --seconds and --profile-ms finite numbers above 0, "
             "--candidates at least 2"
         )
-    return demonstrate(demonstrate_digits, args, "demo")
-
-
-def demonstrate(run: Callable[[argparse.Namespace], None], args: argparse.Namespace, name: str) -> int:
-    """Run a demonstration on one thread, without the notes of the service; return the exit status."""
     log = logging.getLogger("subnetact.serving")
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -349,7 +344,7 @@ def demonstrate(run: Callable[[argparse.Namespace], None], args: argparse.Namesp
         torch.set_num_threads(1)
         sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
         log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
-        return reported(run, args, name)
+        return reported(demonstrate_digits, args, "demo")
 
 
 if __name__ == "__main__":

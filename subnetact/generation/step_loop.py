@@ -188,9 +188,8 @@ class ElasticDecoder(nn.Module):
             # Views of its own, which have one implementation of attention with the network.
             self._views = [supernet.private_view(spec)[0] for spec in self._subnets]
         copies: dict[int, Any] = {}
-        for module in [
-            module for view in self._views for module in view.modules() if self.device.type == "cpu"
-        ]:
+        views = self._views if self.device.type == "cpu" else ()
+        for module in (module for view in views for module in view.modules()):
             config: Any = module.__dict__.get("config")
             if getattr(config, "_attn_implementation", "") == "sdpa":
                 own = module.__dict__["config"] = copies.setdefault(id(config), copy(config))

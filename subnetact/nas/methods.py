@@ -59,29 +59,32 @@ def sample(state: SearchState, count: int) -> list[SubnetSpec]:
 
 
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
-    """Return up to `count` new children of the Pareto front, selected by a surrogate unless it is False."""
+    """Return up to `count` new children of the Pareto front, selected by a surrogate unless it is False.
+
+    In a small space the surrogate selects among all that is left.
+    """
     variation = Variation(state.space, state.rng)
     if not state.found:
         return _new(state, variation.initial(max(3, count // 3)), count)
     specs, costs = list(state.found), state.costs()
     front = state.rng.permutation(non_dominated(costs))  # It may have more than the training set takes.
     if surrogate and state.space.size() <= COMPARED_SPACE:
-        children = exhaust(state, COMPARED_SPACE)
+        candidates = exhaust(state, COMPARED_SPACE)
     else:
         bred = _children(variation, [specs[i] for i in front])
-        children = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
-    if len(children) <= count:
-        return children
+        candidates = _new(state, bred, CHILDREN_PER_EVALUATION * count if surrogate else count)
+    if len(candidates) <= count:
+        return candidates
     newest = range(len(state.found) - 1, -1, -1)
     training_set = list(dict.fromkeys([*front, *newest]))[:LARGEST_TRAINING_SET]
-    known, new = (encoded(state.space, some) for some in ([specs[i] for i in training_set], children))
+    known, new = (encoded(state.space, some) for some in ([specs[i] for i in training_set], candidates))
     accuracy = Surrogate(known, costs[training_set, 0])
     predicted = [accuracy.predict(new)]
     for latency in costs[training_set, 1:].T:
         scale, inverse = (np.log, np.exp) if (latency > 0).all() else (np.positive, np.positive)
         predicted.append(inverse(Surrogate(known, scale(latency)).predict(new)))
     selected = select_by_expected_improvement(np.stack(predicted, 1), accuracy.loo_rmse, costs, count)
-    return [children[i] for i in selected]
+    return [candidates[i] for i in selected]
 
 
 METHODS: dict[str, Callable[[SearchState, int], list[SubnetSpec]]]

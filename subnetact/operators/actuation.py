@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import get_ident
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +43,10 @@ class Run(NamedTuple):
     is_largest: bool = False
 
 
+def _no_supernet() -> None:
+    return None
+
+
 _running: ContextVar[tuple[tuple[Any, Run], ...]] = ContextVar("running", default=())
 
 
@@ -65,14 +68,14 @@ class Actuation:
     def __init__(self, largest: Run, norms: Any) -> None:
         self.largest = self.active = largest
         self.norms, self.moving = norms, None
-        self.supernet: Callable[[], Any] = NoneType
+        self.supernet: Callable[[], Any] = _no_supernet
         self._changes: dict[int, deque[tuple[int, Run]]] = {}
         self._calls: dict[int, list[Any]] = {}
         self._buffered: tuple[int | None, list[nn.Module]] = (None, [])
 
     def __getstate__(self) -> dict[str, Any]:
         inner: dict[str, Any] = {"_changes": {}, "_calls": {}, "_buffered": (None, [])}
-        return {**vars(self), "supernet": NoneType, **inner}
+        return {**vars(self), "supernet": _no_supernet, **inner}
 
     def leave(self, network: nn.Module) -> None:
         """Watch the calls of a network no longer."""
