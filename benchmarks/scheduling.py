@@ -35,6 +35,7 @@ from subnetact.serving import (
 from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.context import ArrivalMeter
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.simulation.datasets import trace_series
 from subnetact.serving.simulation.figure import plot_comparison
 from subnetact.serving.simulation.simulator import WorkerEvent
@@ -246,10 +247,10 @@ def decision_times(name: str) -> dict[str, float]:
     policy = make_policy(name, table, SLO_MS)
     taken = []
     for _ in range(1000):
-        queue: EDFQueue[int] = EDFQueue()
+        queue = EDFQueue()
         now = 1000.0
-        for item, deadline_ms in enumerate(np.sort(now + rng.uniform(2, 36, 1000)).tolist()):
-            queue.push(deadline_ms, item)
+        for slack_ms in np.sort(rng.uniform(2, 36, 1000)).tolist():
+            queue.push(Request(Ask(slack_ms), now))
         meter = ArrivalMeter()
         meter.extend(np.arange(0, now, 1 / rng.uniform(2, 45)).tolist())
         context = Context(queue, meter, (now + rng.uniform(0, 6, 8)).tolist(), SLO_MS)

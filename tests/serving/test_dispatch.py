@@ -7,7 +7,6 @@ import sys
 import tracemalloc
 import weakref
 from bisect import insort
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,9 @@ from subnetact.serving import (
 )
 from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.floors import NO_FLOOR
 from subnetact.serving.scheduling.priority import unaffordable
-from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
+from subnetact.serving.scheduling.queue import EDFQueue
 from subnetact.serving.scheduling.request import Ask, Request
 
 # -- cells that cannot run, or were not measured -----------------------------------------------------
@@ -152,7 +152,7 @@ def test_a_decision_takes_no_longer_behind_a_long_queue(
         dispatcher = Dispatcher(policy(a40, 1000.0), [a40], [0.0] * 8, 1000.0, expired, print)
         for i in range(count):
             ask = Ask(999.0 + i / 10, floors[i % len(floors)] if i else 0.0)
-            dispatcher.queue.push(ask.deadline_ms, Request(ask, 0.0), ask.floor)
+            dispatcher.queue.push(Request(ask, 0.0))
         counted.append(lines_run(lambda taken=dispatcher: taken.next_batch(0.0, 0)))
     assert counted[1] < 3 * counted[0]
 
@@ -205,7 +205,7 @@ def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be(
     for name, shape in shapes.items():
         request = Request(Ask(deadline_ms), 0.0, name)
         request.shape = shape
-        dispatcher.queue.push(deadline_ms, request)
+        dispatcher.queue.push(request)
         dispatcher.arrivals.extend([0.0])
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
@@ -233,7 +233,7 @@ def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
     dispatcher = Dispatcher(policy, [table, table], [0.0], 50.0, "drop", print)
     request = Request(Ask(100.0, 80.0), 0.0)
     request.shape = 0
-    dispatcher.queue.push(100.0, request, 80.0)
+    dispatcher.queue.push(request)
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
     assert batch.subnet == 1
@@ -270,10 +270,10 @@ def test_expiry_and_what_is_learned_go_by_the_latencies_of_a_shape() -> None:
 FAST = LatencyTable(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 
 
-def queue_of(*entries: tuple[float, int]) -> EDFQueue[Request]:
-    queue: EDFQueue[Request] = EDFQueue(attrgetter("ask.priority"))
+def queue_of(*entries: tuple[float, int]) -> EDFQueue:
+    queue = EDFQueue()
     for deadline, priority in entries:
-        queue.push(deadline, Request(Ask(deadline, priority=priority), 0.0))
+        queue.push(Request(Ask(deadline, priority=priority), 0.0))
     return queue
 
 
@@ -321,18 +321,16 @@ class QueueModel(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.queue = EDFQueue(lambda item: item % 3)
+        self.queue = EDFQueue()
         self.model = []
-        self.count = 0
-
-    def add(self, deadline, floor):
-        insort(self.model, (deadline, self.count, floor))
-        self.count += 1
+        self.requests = []
 
     @rule(deadline=DEADLINES, floor=FLOORS)
     def push(self, deadline, floor):
-        self.queue.push(deadline, self.count, floor)
-        self.add(deadline, floor)
+        number = len(self.requests)
+        self.requests.append(Request(Ask(deadline, floor, number % 3), 0.0, number))
+        self.queue.push(self.requests[-1])
+        insort(self.model, (deadline, number, floor))
 
     @rule(entries=st.lists(st.tuples(DEADLINES, FLOORS), min_size=1, max_size=30), ascending=st.booleans())
     def push_several(self, entries, ascending):
@@ -345,7 +343,7 @@ class QueueModel(RuleBasedStateMachine):
         k = data.draw(st.integers(1, len(self.model)))
         items = self.queue.take(k)
         expected, self.model = self.model[:k], self.model[k:]
-        assert items == [item for _, item, _ in expected]
+        assert [item.x for item in items] == [item for _, item, _ in expected]
 
     @precondition(lambda self: self.model)
     @rule(k=st.integers(1, 8), accuracy=st.sampled_from([60.0, 70.0, 80.0]))
@@ -353,20 +351,20 @@ class QueueModel(RuleBasedStateMachine):
         items = self.queue.take_satisfied(k, accuracy)
         expected = [entry for entry in self.model if entry[2] <= accuracy][:k]
         self.model = [entry for entry in self.model if entry not in expected]
-        assert items == [item for _, item, _ in expected]
+        assert [item.x for item in items] == [item for _, item, _ in expected]
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def remove(self, data):
         entry = data.draw(st.sampled_from(self.model))
-        assert self.queue.remove(entry[0], entry[1])
-        assert not self.queue.remove(entry[0], entry[1])
+        assert self.queue.remove(self.requests[entry[1]])
+        assert not self.queue.remove(self.requests[entry[1]])
         self.model.remove(entry)
 
     @invariant()
     def agrees(self):
         assert len(self.queue) == len(self.model)
-        assert self.queue.classes(1, 9) == [(deadline, floor) for deadline, _, floor in self.model[1:9]]
+        assert [one.x for one in self.queue.requests(1, 9)] == [item for _, item, _ in self.model[1:9]]
         assert self.queue.demanding == sum(floor > NO_FLOOR for _, _, floor in self.model)
         assert self.queue.prioritised == sum(item % 3 != 0 for _, item, _ in self.model)
         for i, (deadline, _, floor) in enumerate(self.model):
@@ -385,24 +383,23 @@ def test_taken_items_are_released():
 
     queue, x = EDFQueue(), Input()
     seen = weakref.ref(x)
-    queue.push(1.0, x)
-    for i in range(2000):
-        queue.push(2.0 + i, None)
+    for i in range(2001):
+        queue.push(Request(Ask(1.0 + i), 0.0, x if i == 0 else None))
     queue.take(1)
     del x
     assert seen() is None
-    assert not queue.remove(2.0, "what is not queued")
-    assert not queue.remove(0.0, None)
+    assert not any(queue.remove(Request(Ask(deadline), 0.0)) for deadline in (1.0, 2.0, 9999.0))
     assert len(queue) == 2000
 
 
 def test_long_queues_are_compacted():
-    queue, entry_bytes = EDFQueue(), 3 * 8  # deadline, item and floor
+    queue, entry_bytes = EDFQueue(), 2 * 8  # deadline and request
+    requests = [Request(Ask(float(block)), 0.0) for block in range(200)]
     tracemalloc.start()
     try:
         for block in range(200):
-            for item in range(block * 100, block * 100 + 100):
-                queue.push(float(block), item)
+            for _ in range(100):
+                queue.push(requests[block])
             queue.take(100 if block % 2 else 99)
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:

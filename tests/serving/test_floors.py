@@ -31,6 +31,7 @@ from subnetact.serving.scheduling.checks import check_deadline
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 
 TABLE = LatencyTable(["a", "b", "c"], [70.0, 75.0, 80.0], [1], [[1.0], [2.0], [math.nan]])
 
@@ -55,8 +56,8 @@ def meeting(table: LatencyTable, floor: float) -> tuple[LatencyTable, list[int]]
 
 def asked(policy: Any, slack_ms: float, queued: int, floor: float = 0.0) -> tuple[int, int]:
     context = Context(EDFQueue(), ArrivalMeter(), [0.0], 40.0)
-    for i in range(queued):
-        context.queue.push(slack_ms, i, floor)
+    for _ in range(queued):
+        context.queue.push(Request(Ask(slack_ms, floor), 0.0))
     context.queued, context.slack_ms, context.floor = queued, slack_ms, floor
     answer: tuple[int, int] = policy.decide(context)
     return answer
@@ -142,7 +143,7 @@ def test_requests_with_floors_wait_for_others_of_their_kind_while_time_is_short(
         context = Context(EDFQueue(), meter, [700.0], 60.0)
         context.now_ms = 700.0
         for i in range(8):
-            context.queue.push(700.0 + slack + 10 * i, i, 80.0 if i == 0 else 0.0)
+            context.queue.push(Request(Ask(slack + 10 * i, 80.0 if i == 0 else 0.0), 700.0))
         context.queued, context.slack_ms, context.floor = 8, slack, 80.0
         answers.append(policy.decide(context)[0])
     assert answers == [0, 1]

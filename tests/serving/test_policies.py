@@ -20,6 +20,7 @@ from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull
 from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
@@ -27,8 +28,8 @@ from subnetact.serving.simulation.traces import bursty, poisson
 def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, workers=8, expire=None):
     """What a policy answers to a queue of equal deadlines."""
     queue = EDFQueue()
-    for i in range(queued):
-        queue.push(now_ms + slack_ms, i, floor)
+    for _ in range(queued):
+        queue.push(Request(Ask(slack_ms, floor), now_ms))
     meter = ArrivalMeter()
     if len(arrivals):
         meter.extend(list(arrivals))
@@ -377,7 +378,7 @@ def test_an_idle_server_answers_with_the_most_accurate_subnet(share, subnets, ra
     slo_ms = slo * float(table.latency_ms[-1, 0])
     queue, meter = EDFQueue(), ArrivalMeter(100 * slo_ms)
     meter.extend([0.0, 50 * slo_ms])
-    queue.push(51 * slo_ms, 0)
+    queue.push(Request(Ask(slo_ms), 50 * slo_ms))
     context = Context(queue, meter, [50 * slo_ms], slo_ms)
     context.now_ms, context.queued, context.slack_ms = 50 * slo_ms, 1, slo_ms
     assert HullFit(table, slo_ms).decide(context) == (subnets - 1, 1)

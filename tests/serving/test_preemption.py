@@ -23,9 +23,9 @@ TABLE = LatencyTable(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8
 
 
 def context(deadlines: Sequence[float], free_at: Sequence[float], now: float = 0.0) -> Context:
-    queue: EDFQueue[int] = EDFQueue()
-    for item, deadline in enumerate(deadlines):
-        queue.push(float(deadline), item)
+    queue = EDFQueue()
+    for deadline in deadlines:
+        queue.push(Request(Ask(deadline), 0.0))
     made = Context(queue, ArrivalMeter(), list(free_at), 50.0)
     made.now_ms, made.queued, made.slack_ms = now, len(queue), queue.deadline() - now
     return made

@@ -49,8 +49,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.floors import NO_FLOOR
 from subnetact.serving.scheduling.frontier import Option, hull_of_front, least_from
-from subnetact.serving.scheduling.queue import NO_FLOOR
 
 RESERVE = 0.014
 """The reserve before the most urgent deadline, beside the margin, SLOs."""
@@ -265,13 +265,13 @@ class HullFit:
         if most and slack_ms < self._fastest_ms:  # late requests demand nothing any more
             live = bisect_left(range(context.queued), context.now_ms + self._fastest_ms, key=queue.deadline)
             first = live if live < context.queued else 0
-        near = queue.classes(first, min(context.queued, first + count))
-        floors = [other for _, other in near]
+        near = queue.requests(first, min(context.queued, first + count))
+        floors = [request.ask.floor for request in near]
         if most:
             floor, least = floors[0], min(floors)
             if least < floor and _use(hull, floors, least) > _use(hull, floors, floor):
                 floor = least
-            slack_ms = next(due for due, other in near if other <= floor) - context.now_ms
+            slack_ms = next(one.deadline_ms for one in near if one.ask.floor <= floor) - context.now_ms
         elif (own := hull.of_floor(floor)).tau_ms > tau_ms and (lower := {f for f in floors if f < floor}):
             affordable = [one for one in lower if hull.of_floor(one).tau_ms <= tau_ms]
             other, wait_ms = max(affordable, default=min(lower)), slack_ms - own.full_ms

@@ -9,8 +9,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.floors import NO_FLOOR
 from subnetact.serving.scheduling.frontier import Option
-from subnetact.serving.scheduling.queue import NO_FLOOR
 
 KEPT_PLANS = 32
 """Decisions are planned for each floor when it is first asked for, and kept for so many floors."""

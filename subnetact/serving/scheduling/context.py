@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.queue import EDFQueue
@@ -71,7 +71,7 @@ class Context:
         expired: number of requests that have expired so far.
     """
 
-    queue: EDFQueue[Any]
+    queue: EDFQueue
     arrivals: ArrivalMeter
     free_at_ms: list[float]
     slo_ms: float

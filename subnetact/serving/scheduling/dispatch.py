@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter, index
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,11 @@ from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
-from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.floors import NO_FLOOR, Floors
 from subnetact.serving.scheduling.frontier import cheapest_from, largest_batches, least_from, time_per_request
 from subnetact.serving.scheduling.priority import unaffordable
-from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
-from subnetact.serving.scheduling.request import Job, Queue, Request
+from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.request import Job, Request
 
 _REMEMBERED_SLOS = 12.0
 """Policies may ask for the arrival rate of this many SLOs."""
@@ -109,8 +109,8 @@ class Dispatcher:
         self.expired = expired_rule(expired)
         self.slowness = 1.0
         self.limits: dict[int, int] = {}
-        self.queue: Queue = EDFQueue(attrgetter("rank"))
-        self.deferred: Queue = EDFQueue()
+        self.queue = EDFQueue()
+        self.deferred = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
         self._on_drop = on_drop
         self.taken: list[Request] = []
@@ -174,7 +174,7 @@ class Dispatcher:
         if not queued:
             return self.cheapest_batch(now_ms, worker)
         context = self.look(now_ms, worker)
-        plan = self.plans[queue.item().shape]
+        plan = self.plans[queue.request().shape]
         choice = plan.policy.decide(context)
         if choice is None:
             return None
@@ -203,12 +203,14 @@ class Dispatcher:
         queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
-        plan = self.plans[queue.item().shape]
+        plan = self.plans[queue.request().shape]
         size = plan.largest[plan.cheapest]
         return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
 
-    def _form(self, queue: Queue, worker: int, subnet: int, size: int, queued: int, slack_ms: float) -> Job:
-        plan = self.plans[queue.item().shape]
+    def _form(
+        self, queue: EDFQueue, worker: int, subnet: int, size: int, queued: int, slack_ms: float
+    ) -> Job:
+        plan = self.plans[queue.request().shape]
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
         if self._shaped or queue.demanding:
@@ -222,17 +224,16 @@ class Dispatcher:
             raise plan.refused(text)
         return Job(worker, subnet, items, queued, slack_ms)
 
-    def _take_alike(self, queue: Queue, subnet: int, size: int) -> tuple[int, list[Request]]:
+    def _take_alike(self, queue: EDFQueue, subnet: int, size: int) -> tuple[int, list[Request]]:
         """Take what one subnet may answer, of the most urgent one's shape; return the subnet and that."""
-        shape = queue.item().shape
+        shape = queue.request().shape
         plan = self.plans[shape]
-        alike = (lambda request: request.shape == shape) if self._shaped else None
-        items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+        items = queue.take_satisfied(size, self._accuracy[subnet], shape)
         if not items:
             _, subnet = plan.floor_cost[plan.floors.at(queue.floor())]
             size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
-            items = queue.take_satisfied(size, self._accuracy[subnet], alike)
-        if alike is None:
+            items = queue.take_satisfied(size, self._accuracy[subnet], shape)
+        if not self._shaped:
             return subnet, items
         planned = plan.latency[subnet][self._column(plan, subnet, size)]
         better = [
@@ -249,7 +250,7 @@ class Dispatcher:
         queue = self.queue
         count, waiting = 0, len(queue)
         while count < waiting:
-            shape = queue.item(count).shape
+            shape = queue.request(count).shape
             if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count), shape):
                 break
             count += 1
@@ -265,4 +266,4 @@ class Dispatcher:
             self._on_drop(requests)
         else:
             for request in requests:
-                self.deferred.push(request.deadline_ms, request, request.ask.floor)
+                self.deferred.push(request)

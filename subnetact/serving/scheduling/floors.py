@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from subnetact.errors import PolicyError, SubnetActError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.queue import NO_FLOOR
+
+NO_FLOOR = 0.0
 
 
 class Floors:

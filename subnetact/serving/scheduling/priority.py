@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from heapq import heapify, heappush, heappushpop, heapreplace
 
-from subnetact.serving.scheduling.queue import LOOK
-from subnetact.serving.scheduling.request import Queue
+from subnetact.serving.scheduling.queue import LOOK, EDFQueue
 
 
 def unaffordable(
-    queue: Queue, now_ms: float, free_at_ms: list[float], full: tuple[float, int], fastest_ms: float
+    queue: EDFQueue, now_ms: float, free_at_ms: list[float], full: tuple[float, int], fastest_ms: float
 ) -> list[int]:
     """Choose the requests that must expire so that requests of higher priority can meet their deadlines.
 
@@ -39,9 +38,9 @@ def unaffordable(
         return []
     kept: list[tuple[int, float, int]] = []
     chosen: list[int] = []
-    for at, (deadline, request) in enumerate(queue.entries(LOOK)):
-        mine = (request.rank, -deadline, at)
-        if deadline >= start_of(len(kept) // full_size) + fastest_ms:
+    for at, request in enumerate(queue.requests(0, LOOK)):
+        mine = (request.rank, -request.deadline_ms, at)
+        if request.deadline_ms >= start_of(len(kept) // full_size) + fastest_ms:
             heappush(kept, mine)
             continue
         if kept and kept[0][0] < mine[0]:

@@ -6,12 +6,11 @@ A new field of requests is three edits: in `Batcher.submit`, in `Ask` with its c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from subnetact.errors import InvalidRequest
 from subnetact.serving.scheduling.checks import check_deadline, check_request_number
-from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
+from subnetact.serving.scheduling.floors import NO_FLOOR, Floors
 
 BEYOND_SHARE = 2**64
 """More than priorities differ by."""
@@ -86,9 +85,6 @@ class Request:
         self.accepted_ms = accepted_ms
         self.deadline_ms = accepted_ms + ask.deadline_ms
         self.x = x
-
-
-Queue: TypeAlias = EDFQueue[Request]
 
 
 class Job:

@@ -136,7 +136,7 @@ class Scheduler:
                 cost_ms = self.dispatcher.work_ms(request)
                 if not self._shares.take(request.ask.client, cost_ms, now):
                     request.rank -= BEYOND_SHARE
-            self._queue.push(request.deadline_ms, request, request.ask.floor)
+            self._queue.push(request)
 
     def withdraw(self, request: Request) -> None:
         """End a request that its client has cancelled, unless it has an outcome."""
@@ -313,15 +313,14 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         """Remove a request from wherever it waits."""
-        at_ms = request.deadline_ms
-        if not self._queue.remove(at_ms, request):
-            self.dispatcher.deferred.remove(at_ms, request)
+        if not self._queue.remove(request):
+            self.dispatcher.deferred.remove(request)
         self._suspects = [entry for entry in self._suspects if entry[0] is not request]
 
     def _waiting(self) -> list[Request]:
         queue, deferred = self._queue, self.dispatcher.deferred
-        entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
-        return [request for _, request in entries] + [request for request, _, _ in self._suspects]
+        waiting = queue.requests(0, len(queue)) + deferred.requests(0, len(deferred))
+        return waiting + [request for request, _, _ in self._suspects]
 
     def _take_all(self) -> list[Request]:
         requests = self._waiting()
