@@ -15,17 +15,6 @@ from typing import Any, NoReturn
 from subnetact.errors import SpecError, SubnetActError, UserCodeError
 from subnetact.files.documents import parse_json
 
-__all__ = [
-    "INTERRUPTED",
-    "NOBODY_READS",
-    "OptionFormatter",
-    "import_name",
-    "json_object",
-    "reported",
-    "run_command",
-    "user_code",
-]
-
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
 NOBODY_READS = 141

@@ -11,20 +11,6 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 
-__all__ = [
-    "EXACT",
-    "FUSED",
-    "LOW_PRECISION",
-    "MASKED",
-    "ROUNDED",
-    "SIXTEEN_BITS",
-    "Tolerance",
-    "equal",
-    "is_as_near",
-    "is_cache",
-    "tensors_in",
-]
-
 
 class Tolerance(NamedTuple):
     """How far a number may be off, as shares of the `largest` (or `least`) number and of its `own` value.

@@ -15,17 +15,6 @@ import torch
 
 from subnetact.errors import DeviceError, first_line
 
-__all__ = [
-    "MachineFacts",
-    "find_device",
-    "machine",
-    "machine_facts",
-    "moment",
-    "raise_if_explained",
-    "ran_out_of_memory",
-    "synchronize",
-]
-
 _LIBRARIES = ("numpy", "scipy", "torchvision", "timm")
 """Libraries whose versions a stamp has where they are installed."""
 _UNITS = frozenset(("vnni", "bf16", "amx"))
