@@ -7,13 +7,12 @@ python -m ofa_adapters inspect FILE
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 
 from ofa_adapters.checkpoint import read
 from ofa_adapters.registry import families, family_of, fitted, language_models, recognised
-from subnetact.command import run_command
+from subnetact.command import reported, run_command
 from subnetact.errors import CheckpointError, SpecError
 
 
@@ -70,18 +69,14 @@ def inspect(path: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return 1 for a checkpoint of no known family and 2 for an unreadable one."""
     parser = argparse.ArgumentParser("python -m ofa_adapters", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_subparsers(dest="command").add_parser
-    inspecting = add("inspect", help="tell which family a checkpoint has, without running code from it")
+    parser.set_defaults(run=lambda _: list_families())
+    inspecting = parser.add_subparsers().add_parser(
+        "inspect", help="tell which family a checkpoint has, without running code from it"
+    )
     inspecting.add_argument("file")
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        list_families()
-        return 0
-    try:
-        return inspect(arguments.file)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 2
+    inspecting.set_defaults(run=lambda options: inspect(options.file))
+    options = parser.parse_args(argv)
+    return reported(options.run, options, "ofa_adapters")
 
 
 if __name__ == "__main__":

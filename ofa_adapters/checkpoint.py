@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from os import fspath
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from subnetact.files.tensors import MODEL, SHARDS, read_model, read_tensors
 from subnetact.operators.tensor_version import storage_id
 
 _WRAPPERS = ("state_dict", "model")
-_IN_DIRECTORY = (MODEL, "pytorch_model.bin")
+_IN_DIRECTORY = (SHARDS, MODEL, "pytorch_model.bin")
 NAMES_SHOWN = 12
 """The most names in an error message."""
 MOST_WRAPPERS = 8
@@ -45,11 +44,6 @@ def read(path: StrPath) -> dict[str, Tensor]:
     file = Path(path)
     if (file / "elastic.json").is_file():
         raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.from_pretrained reads it")
-    if (file / SHARDS).is_file():
-        try:
-            return unwrap(read_model(file), str(path))
-        except FileFormatError as error:
-            raise CheckpointError(str(error)) from error
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
         if not found:
@@ -57,13 +51,13 @@ def read(path: StrPath) -> dict[str, Tensor]:
         file = found[0]
     try:
         require_regular(file)
-        if fspath(file).endswith(".safetensors"):
-            content: Any = read_tensors(file)
+        if file.name == SHARDS:
+            content: Any = read_model(file.parent)
+        elif file.name.endswith(".safetensors"):
+            content = read_tensors(file)
         else:
             with torch.serialization.safe_globals(HARMLESS_TYPES):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:  # which MissingFile is, too
-        raise CheckpointError(f"{path}: no such file") from error
     except FileFormatError as error:
         raise CheckpointError(str(error)) from error
     except Exception as error:  # A damaged pickle can raise anything; torch's text advises to trust the file.
@@ -77,7 +71,7 @@ def read(path: StrPath) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: {problem}") from None
     tensors = unwrap(content, str(path))
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
-    if claimed > SMALL_BYTES + SHARED * size:
+    if file.name != SHARDS and claimed > SMALL_BYTES + SHARED * size:
         raise CheckpointError(
             f"{path}: its tensors claim {claimed:,} bytes, the file has {size:,}; save contiguous tensors"
         )

@@ -276,7 +276,7 @@ def test_inspect_runs_no_code_and_explains(capsys: pytest.CaptureFixture[str], t
     assert "add_safe_globals" not in said
     assert said.isprintable() or said.rstrip().isprintable()
     assert main(["inspect", str(tmp_path / "absent.pth")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "no file is there" in capsys.readouterr().err
 
 
 def _self_referential() -> Any:
