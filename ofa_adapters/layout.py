@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import nn
 
 from ofa_adapters.family import Built
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
-from subnetact.spec import shown
 
 LARGEST_CHOICE = 8192
 """The largest number in a list of choices, and the most numbers in it."""
@@ -84,16 +82,6 @@ class Layout:
             got = sorted(map(str, config))
             raise SpecError(f"{self.family}: a configuration has exactly the keys {names}; got {got}")
         return {key: plain(given[key]) for key in self.keys if key in given}
-
-
-def weights_dtype(family: str, name: Any) -> torch.dtype:
-    """Return the dtype that a constructor names for the weights of a language model."""
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SpecError(
-            f"{family}: dtype is a floating-point dtype of torch, got {shown(name)}; give 'bfloat16'"
-        )
-    return dtype
 
 
 def conv_norm(conv: str, norm: str, in_: str | None, out: str | None) -> dict[str, Elastic]:

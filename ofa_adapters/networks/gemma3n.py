@@ -26,9 +26,10 @@ from torch import nn
 
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, plain, weights_dtype
+from ofa_adapters.layout import Layout, plain
 from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.files.documents import StrPath
+from subnetact.files.tensors import named_dtype
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
@@ -129,7 +130,7 @@ def build(
         modes = settings.kv_sharing_modes
     except Exception as error:  # The checks of transformers raise errors of their own classes.
         raise SpecError(f"gemma3n: config is no configuration of Gemma 3n: {error}") from error
-    kind = weights_dtype("gemma3n", dtype)
+    kind = named_dtype(dtype, "gemma3n: dtype", of_weights=True)
     full = list(settings.intermediate_size)
     layout = Gemma3nLayout(_widths(full, widths), tuple(i for i, mode in enumerate(modes) if mode == "store"))
     network: nn.Module = Gemma3nForCausalLM(settings)

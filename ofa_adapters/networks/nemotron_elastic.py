@@ -60,9 +60,10 @@ from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import parsed_config
 from ofa_adapters.family import Built, Family
-from ofa_adapters.layout import Layout, plain, weights_dtype
+from ofa_adapters.layout import Layout, plain
 from subnetact.errors import CheckpointError, SpecError, extra_needed
 from subnetact.files.documents import StrPath
+from subnetact.files.tensors import named_dtype
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.experts import expert_groups
 from subnetact.insertion.state_space import state_space_group
@@ -256,7 +257,7 @@ def build(
     """
     with extra_needed("Nemotron-H is built by transformers: pip install 'subnetact[hf]'"):
         from transformers import NemotronHConfig, NemotronHForCausalLM
-    kind = weights_dtype("nemotron_elastic", dtype)
+    kind = named_dtype(dtype, "nemotron_elastic: dtype", of_weights=True)
     try:
         settings: Any = NemotronHConfig(**dict(config or {}))
         network: Any = NemotronHForCausalLM(settings)

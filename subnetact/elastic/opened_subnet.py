@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from subnetact.elastic.folder import from_pretrained
 from subnetact.elastic.hub import HUB_OPTIONS, downloaded
 from subnetact.errors import SpecError
+from subnetact.files.tensors import named_dtype
 
 TAKEN = ("attn_implementation", "device_map", "dtype", "torch_dtype")
 """Options that a bundle follows, beside those of the hub."""
@@ -43,7 +42,7 @@ def open_subnet(cls: Any, folder: Any, subnet: Any, options: Mapping[str, Any]) 
     supernet: Any = from_pretrained(downloaded(folder, hub))
     dtype, device = options.get("dtype", options.get("torch_dtype")), options.get("device_map")
     if dtype not in (None, "auto"):
-        supernet.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        supernet.to(named_dtype(dtype) if isinstance(dtype, str) else dtype)
     if device is not None:
         supernet.to(device[""] if isinstance(device, Mapping) and set(device) == {""} else device)
     if "attn_implementation" in given:

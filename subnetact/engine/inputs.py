@@ -17,6 +17,7 @@ from torch import Tensor
 
 from subnetact.device import raise_if_explained
 from subnetact.errors import EngineError, InvalidRequest
+from subnetact.files.tensors import named_dtype
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.failure import not_running
@@ -152,12 +153,9 @@ def sample_from_json(described: Any) -> Any:
             return list(map(sample_from_json, described["list"]))
         return {name: sample_from_json(part) for name, part in described["dict"].items()}
     name, shape = described
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is not a dtype")
     if not all(type(size) is int for size in shape) or math.prod(shape) > LARGEST_EXAMPLE:
         raise ValueError(f"an input of shape {shape}")
-    return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=named_dtype(name))
 
 
 def shapes(x: Any) -> Any:

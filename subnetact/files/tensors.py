@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from subnetact.errors import FileFormatError
+from subnetact.errors import FileFormatError, SpecError
 from subnetact.files.atomic import read_regular, replacing, require_regular
 from subnetact.files.documents import DocumentFormat, StrPath, parse_json
 
@@ -92,10 +92,18 @@ def tensor_to_json(tensor: Tensor) -> list[Any]:
 def tensor_from_json(found: Any) -> Tensor:
     """Return the tensor of what `tensor_to_json` returned; ValueError or TypeError if it is damaged."""
     name, shape, text = found
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+    dtype = named_dtype(name)
     raw = bytearray(b64decode(text, validate=True))
     if len(raw) != dtype.itemsize * math.prod(shape) or not raw:
         raise ValueError(f"{len(raw)} bytes are no {name} of shape {shape}")
     return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+def named_dtype(name: Any, subject: str = "dtype", *, of_weights: bool = False) -> torch.dtype:
+    """Return the dtype of torch with a name, "bfloat16" for example; SpecError if there is none for this."""
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or (of_weights and not dtype.is_floating_point):
+        kind = "floating-point dtype" if of_weights else "dtype"
+        text = f"{subject}: {name!r:.60} is no {kind} of torch"
+        raise SpecError(f"{text}; choose float32, bfloat16 or float16 for weights")
+    return dtype

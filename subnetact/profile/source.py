@@ -19,6 +19,7 @@ from subnetact.command import import_name, user_code
 from subnetact.digits import load_digits_supernet
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError
+from subnetact.files.tensors import named_dtype
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
@@ -99,12 +100,12 @@ def load_source(
     elif family:
         facts = registry.family_of(family)
         supernet = registry.load(family, checkpoint, **(constructor or {}))
-        usual = torch.zeros(facts.input_shape, dtype=_dtype(facts.input_dtype))
+        usual = torch.zeros(facts.input_shape, dtype=named_dtype(facts.input_dtype))
     else:
         supernet, usual = load_digits_supernet(), torch.zeros(1, 16, 16)
     supernet.eval()
     if dtype:
-        supernet.to(_dtype(dtype))
+        supernet.to(named_dtype(dtype))
     lower = [name for name in precision if name != FLOAT32]
     has = supernet.precision.precisions if supernet.precision else ()
     if lower and not has:
@@ -116,7 +117,7 @@ def load_source(
             "--precision"
         )
     name = input_dtype or (dtype if usual.is_floating_point() else None)
-    sample = torch.zeros(input_shape or usual.shape, dtype=_dtype(name) if name else usual.dtype)
+    sample = torch.zeros(input_shape or usual.shape, dtype=named_dtype(name) if name else usual.dtype)
     return ProfileSource(supernet, sample, accuracy, origin)
 
 
@@ -182,12 +183,3 @@ def _converted(batch: Any, source: str, dtype: torch.dtype) -> Any:
             "training, scaled and normalised"
         )
     return batch.to(dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise SpecError(
-            f"dtype: {name!r} is no dtype of torch; choose float32, bfloat16 or float16 for weights"
-        )
-    return found

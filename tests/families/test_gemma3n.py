@@ -322,7 +322,7 @@ def test_rows_that_are_no_subnet(
         ({"config": TINY, "widths": [25]}, "widths of layer 0 are whole numbers from 1 to 24"),
         ({"config": TINY, "widths": [[8]]}, "or one list per layer"),
         ({"config": TINY, "widths": 8}, "widths are a list of numbers"),
-        ({"config": TINY, "dtype": "int8"}, "dtype is a floating-point dtype of torch, got 'int8'"),
+        ({"config": TINY, "dtype": "int8"}, "dtype: 'int8' is no floating-point dtype of torch"),
     ],
 )
 def test_constructor_arguments_that_fit_no_gemma_are_refused(arguments: Any, message: str) -> None:

@@ -288,7 +288,7 @@ WRONG: list[tuple[str, str]] = [  # options, of which the last word is not split
     ("--family resnet", "choose from"),
     ("--device nonsense", "device 'nonsense' cannot be used"),
     ("--checkpoint x.pth", "say with --family"),
-    ("--family ofa_resnet50 --checkpoint /none.pth", "no such file"),
+    ("--family ofa_resnet50 --checkpoint /none.pth", "no file is there"),
     ("--family ofa_resnet50 --bundle b", "give one of them"),
     ("--subnets -1", "at least 1"),
     ("--subnets none.json", "is no file"),
