@@ -15,7 +15,7 @@ from subnetact.errors import SpecError
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import hash_tensors
+from subnetact.supernet.batches import hash_of
 from subnetact.supernet.supernet import Supernet
 
 PROGRESS = "progress"
@@ -36,8 +36,7 @@ class Progress:
         self._journal: Journal | None = None
         self._save_every_s = save_every_s
         self._began = self._saved = time.perf_counter()
-        self._digest = blake2b(digest_size=16)
-        self._given, self._first = 0, ""
+        self._given, self._first, self._digest = 0, "", ""
         self._stored: dict[str, Any] = {"run": {}, "given": 0, "seconds": 0.0, "first": "", "digest": ""}
         if path is None:
             return
@@ -64,8 +63,7 @@ class Progress:
         self._given += 1
         if self._journal is None:
             return
-        hash_tensors(self._digest, x)
-        now = self._digest.hexdigest()
+        now = self._digest = hash_of([x], self._digest)
         self._first = self._first or now
         stored = {1: self._stored["first"], self._stored["given"]: self._stored["digest"]}.get(self._given)
         if stored and stored != now:
@@ -84,7 +82,7 @@ class Progress:
         """Keep the state of a run between two subnets, if it is `due` or the last time is long ago."""
         due = due or time.perf_counter() - self._saved >= self._save_every_s
         if due and self._journal is not None:
-            digests = {"first": self._first, "digest": self._digest.hexdigest()}
+            digests = {"first": self._first, "digest": self._digest}
             facts = {"seconds": self.seconds, "run": run.state()}
             self._journal.replace(PROGRESS, given=self._given, **digests, **facts)
             self._saved = time.perf_counter()

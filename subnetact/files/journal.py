@@ -14,29 +14,33 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, StrPath
 
+Facts: TypeAlias = Mapping[str, Any]
 JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another file, or remove it")
 
 
 class Journal:
-    """Records in the order of writing; `folder` is what a user removes to begin anew, if not the file."""
+    """Records in the order of writing; `folder` is what a user removes to begin anew, if not the file.
+
+    Without a path, it keeps nothing, for work that nobody wants to resume.
+    """
 
     def __init__(
-        self, path: StrPath, environment: Mapping[str, Any], resume: bool = True, folder: Path | None = None
+        self, path: StrPath | None, environment: Facts, resume: bool = True, folder: Path | None = None
     ) -> None:
-        self.path = Path(path)
+        self.path, self._keeps = Path(path or os.devnull), path is not None
         self.environment = json.loads(json.dumps(dict(environment)))
         self._removable = f"the folder {folder}" if folder else "the file"
         self._sum = ""
         self._records: list[dict[str, Any]] = []
-        if self.path.exists():
+        if self._keeps and self.path.exists():
             self._read(resume)
-        if not self._records:
+        if self._keeps and not self._records:
             self._write([])
 
     def of(self, record: str) -> list[dict[str, Any]]:
@@ -45,6 +49,8 @@ class Journal:
 
     def append(self, record: str, **facts: Any) -> None:
         """Write one more record at the end of the file; the facts are values that JSON can hold."""
+        if not self._keeps:
+            return
         line = {"record": record, **facts}
         text, known = signed(self._sum, line)
         with self.path.open("a", encoding="utf-8") as file:
@@ -103,7 +109,7 @@ class Journal:
         self._sum, self._records = known, records
 
 
-def signed(before: str, line: Mapping[str, Any]) -> tuple[str, str]:
+def signed(before: str, line: Facts) -> tuple[str, str]:
     """Return the text of a line with its checksum, and the checksum; `before` is that of the line before."""
     text = json.dumps(line)
     known = hashlib.sha256(f"{before} {text}".encode()).hexdigest()[:16]

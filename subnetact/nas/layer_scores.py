@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +32,7 @@ from subnetact.operators import LayerSelect, SubnetNorm
 from subnetact.operators.base import Operator
 from subnetact.space import SizeRow
 from subnetact.spec import PRECISION, SubnetSpec, Value, shown
-from subnetact.supernet.batches import call_with, hash_tensors
+from subnetact.supernet.batches import call_with, hash_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import explained
 from subnetact.supernet.generation import Moment
@@ -358,33 +357,28 @@ def score_layers(
     meaning = Task(task, False, output, own_divergence=divergence)
     split = [meaning.split(batch, supernet.device) for batch in data]
     moment, space = supernet.generation.moment(), supernet.space
-    journal = None
+    facts: dict[str, Any] = {}
     if resume is not None:
-        digest = blake2b(digest_size=8)
-        for x, _ in split:
-            hash_tensors(digest, x)
         names = {name: getattr(f, "__qualname__", None) for name, f in vars(meaning).items() if callable(f)}
         facts = {
             "space": space.id,
             "weights": supernet.fingerprint(),
-            "batches": digest.hexdigest(),
+            "batches": hash_of(x for x, _ in split),
             "task": task,
             **names,
         }
-        journal = Journal(resume, facts)
+    journal = Journal(resume, facts)
     slots = ((axis.name, at, slot) for axis in space.axes for at, slot in enumerate(axis.slots))
     every = ((axis, at, value) for axis, at, slot in slots if axis != PRECISION for value in slot.choices)
     scores = LayerScores(supernet, split[0][0], dict.fromkeys(every, 0.0), moment)
     largest = space.largest()
     variants = {c: spec for c in scores.losses if (spec := scores._with(largest, [c])) != largest}
     fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]
-    measured = dict[tuple[int, Choice], float]()
-    if journal is not None:
-        with journal.fields():
-            measured = {
-                (int(line["batch"]), (line["axis"], int(line["slot"]), line["value"])): float(line["loss"])
-                for line in journal.of("score")
-            }
+    with journal.fields():
+        measured: dict[tuple[int, Choice], float] = {
+            (int(line["batch"]), (line["axis"], int(line["slot"]), line["value"])): float(line["loss"])
+            for line in journal.of("score")
+        }
     try:
         if supernet.norm_operators() and len(measured) < len(split) * len(variants):
             calibrate(supernet, fresh, [x for x, _ in split], progress=progress)
@@ -397,9 +391,8 @@ def score_layers(
                 for choice, spec in pending.items():
                     assert run is not None
                     loss = measured[i, choice] = run.loss(spec)
-                    if journal is not None:
-                        axis, slot, value = choice
-                        journal.append("score", batch=i, axis=axis, slot=slot, value=value, loss=loss)
+                    axis, slot, value = choice
+                    journal.append("score", batch=i, axis=axis, slot=slot, value=value, loss=loss)
                     bar.update()
     finally:
         supernet.norms.drop(fresh)

@@ -174,7 +174,7 @@ def search(
         "evaluations": evaluations,
         "latencies": len(functions),
     }
-    journal = None if resume is None else Journal(resume, settings)
+    journal = Journal(resume, settings)
     state = SearchState(space, seed)
 
     def measured(spec: SubnetSpec) -> Objectives:
@@ -191,7 +191,7 @@ def search(
     for spec in dict.fromkeys(map(space.check, initial)):
         state.found[spec] = evaluate(spec)
     _run(state, method, evaluations, evaluate, progress)
-    kept = None if remeasure is None else journal
+    kept = journal if remeasure is not None else Journal(None, {})
     again = _remembered(measured_again, kept, "remeasured", space, len(functions))
     latencies = _front(state, size, again, progress and remeasure is not None)
     ranked = sorted(latencies.items(), key=lambda item: item[1])
@@ -205,23 +205,21 @@ def search(
 
 
 def _remembered(
-    function: Measured, journal: Journal | None, record: str, space: SubnetSpace, count: int
+    function: Measured, journal: Journal, record: str, space: SubnetSpace, count: int
 ) -> Measured:
     """Return a function that is called once for each subnet, also if the search is killed and resumed."""
     known: dict[SubnetSpec, Objectives] = {}
-    if journal is not None:
-        with journal.fields():
-            for line in journal.of(record):
-                spec = space.check(SubnetSpec.from_json(line["spec"]))
-                known[spec] = _finite(spec, line["objectives"], [])
-                if len(known[spec]) != count:
-                    raise ValueError(f"{count} objectives are needed")
+    with journal.fields():
+        for line in journal.of(record):
+            spec = space.check(SubnetSpec.from_json(line["spec"]))
+            known[spec] = _finite(spec, line["objectives"], [])
+            if len(known[spec]) != count:
+                raise ValueError(f"{count} objectives are needed")
 
     def remembered(spec: SubnetSpec) -> Objectives:
         if spec not in known:
             known[spec] = function(spec)
-            if journal is not None:
-                journal.append(record, spec=spec.to_json(), objectives=list(known[spec]))
+            journal.append(record, spec=spec.to_json(), objectives=list(known[spec]))
         return known[spec]
 
     return remembered

@@ -18,25 +18,22 @@ the first one has its name there."""
 
 
 class Measurements:
-    """The windows of every cell, kept in the lines of a journal that are named `record`, if there is one."""
+    """The windows of every cell, kept in the lines of a journal that are named `record`."""
 
-    def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
+    def __init__(self, journal: Journal, record: str = "window") -> None:
         self.windows: defaultdict[Cell, list[Window]] = defaultdict(list)
         self.out_of_memory: set[Cell] = set()
         self._journal = journal
         self._record = record
-        if journal is not None:
-            with journal.fields():
-                for line in journal.of(record):
-                    self._put(*_read(line))
+        with journal.fields():
+            for line in journal.of(record):
+                self._put(*_read(line))
 
     def add(self, cell: Cell, window: Window | None) -> None:
         """Keep the times of one window; None says that the memory ran out."""
-        if self._journal is not None:
-            times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}
-            self._journal.append(self._record, cell=list(cell), **times)
-            window = window and {clock: np.array(values) for clock, values in times.items()}
-        self._put(cell, window)
+        times = {clock: np.round(values, 6) for clock, values in (window or {}).items()}
+        self._journal.append(self._record, cell=list(cell), **{c: t.tolist() for c, t in times.items()})
+        self._put(cell, times or None)
 
     def impossible(self, cell: Cell) -> bool:
         """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""

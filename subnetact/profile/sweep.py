@@ -132,7 +132,8 @@ class Sweep:
         self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
         further = {mode: TimedRunner(runner.engine, mode, sample=runner.sample) for mode in beside}
         self._runners = {"": runner, **further}
-        self.journal, self.measurements = journal, Measurements(journal, record)
+        self.journal = journal or Journal(None, {})
+        self.measurements = Measurements(self.journal, record)
         self._cells = [(n, i, b) for n in self._runners for i in runner.engine.ids for b in self.batch_sizes]
 
     def run(self, progress: bool = True, label: str = "profiling") -> None:
@@ -219,11 +220,10 @@ class Sweep:
 
     def _measured_at(self) -> str:
         """Return the time in UTC, ISO 8601; a journal keeps the time at which its sweep ended."""
-        for line in self.journal.of("measured") if self.journal else ():
+        for line in self.journal.of("measured"):
             return str(line["at"])
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        if self.journal is not None:
-            self.journal.append("measured", at=now)
+        self.journal.append("measured", at=now)
         return now
 
 
@@ -332,10 +332,8 @@ def profile_latency(
     if beside and not (set(beside) <= set(BESIDE) and isinstance(engine, Engine)):
         raise TableError(f"beside: {list(beside)}; choose from {', '.join(BESIDE)}, for an Engine")
     runner = TimedRunner(measured, mode, sample=samples[shape])
-    journal = None
-    if resume is not None:
-        facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes), "beside": list(beside)}
-        journal = Journal(resume, {**_environment_of(runner, settings), **facts})
+    facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes), "beside": list(beside)}
+    journal = Journal(resume, {**_environment_of(runner, settings), **facts})
     sweep = Sweep(runner, batch_sizes, settings, journal, beside=beside)
     sweep.run(progress)
     return sweep.table(known)

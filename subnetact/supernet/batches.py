@@ -9,7 +9,8 @@ tuple, because the usual DataLoader makes lists of both; only `Engine(example=[.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
@@ -49,12 +50,14 @@ def tensors_of(x: Any) -> Iterator[Any]:
         yield x
 
 
-def hash_tensors(digest: Any, x: Any) -> None:
-    """Take shapes, dtypes and values of the tensors of an input into a digest of `hashlib`."""
-    for part in tensors_of(x):
+def hash_of(inputs: Iterable[Any], before: str = "") -> str:
+    """Return a hash of the shapes, dtypes and values of the tensors of inputs, and of the hash `before`."""
+    digest = blake2b(before.encode(), digest_size=16)
+    for part in (part for x in inputs for part in tensors_of(x)):
         if isinstance(part, Tensor):
             digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
             digest.update(tensor_bytes(part))
+    return digest.hexdigest()
 
 
 def logits(output: Any) -> Any:

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators import SubnetNorm
 from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import hash_tensors
+from subnetact.supernet.batches import hash_of
 from subnetact.supernet.norm_table import NormTable
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
@@ -187,14 +186,13 @@ def statistics_of_largest(supernet: Any) -> dict[str, Tensor]:
 
 def _weights_hash(supernet: Any) -> str:
     """Return a hash of the weights, without the shared statistics and counters, if there are rows."""
-    digest = blake2b()
-    if len(supernet.norms):
-        shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
-        for name, t in supernet.network.state_dict(keep_vars=True).items():
-            counts = name.endswith("num_batches_tracked")
-            if isinstance(t, Tensor) and not (t.is_meta or counts or id(t) in shared):
-                hash_tensors(digest, t if t.layout == torch.strided else t.detach().to_dense())
-    return digest.hexdigest()
+    if not len(supernet.norms):
+        return ""
+    shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
+    state = supernet.network.state_dict(keep_vars=True).items()
+    named = ((n, t) for n, t in state if isinstance(t, Tensor) and not (t.is_meta or id(t) in shared))
+    weights = (t for name, t in named if not name.endswith("num_batches_tracked"))
+    return hash_of(t if t.layout == torch.strided else t.detach().to_dense() for t in weights)
 
 
 def warn_of_dropped(rows: int, instead: str) -> None:

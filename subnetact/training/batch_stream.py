@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 
 from subnetact.errors import ResumeMismatch, TrainingError
-from subnetact.supernet.batches import as_batch, hash_tensors
+from subnetact.supernet.batches import as_batch, hash_of
 
 _END = object()
 
@@ -62,14 +61,14 @@ class BatchStream:
     def facts(self) -> dict[str, Any]:
         """Return the marked place, as values that JSON can hold."""
         number, epoch, last = self._marked
-        return {"number": number, "epoch": epoch, "last": _digest(last)}
+        return {"number": number, "epoch": epoch, "last": hash_of([as_batch(last)])}
 
     def go_to(self, facts: dict[str, Any]) -> None:
         """Go to a place, reading what comes before it in its epoch; ResumeMismatch if it is other data."""
         self.number = int(facts["epoch"])
         while self.number < int(facts["number"]):
             self.next()
-        if (self.epoch, _digest(self._last)) != (facts["epoch"], facts["last"]):
+        if (self.epoch, hash_of([as_batch(self._last)])) != (facts["epoch"], facts["last"]):
             raise ResumeMismatch(
                 f"batch {self.number} is another one than before; give the same batches in the same order "
                 "(torch, NumPy and random are seeded before every batch)"
@@ -87,10 +86,3 @@ def kept_random_states(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def _digest(batch: Any) -> str:
-    """Return a hash of the tensors of a batch."""
-    digest = blake2b(digest_size=8)
-    hash_tensors(digest, as_batch(batch))
-    return digest.hexdigest()
