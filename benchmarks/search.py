@@ -25,7 +25,7 @@ from tqdm import tqdm
 import subnetact
 import subnetact.nas
 from ofa_adapters import load
-from subnetact.costs.model import CostModel
+from subnetact.costs import CostModel
 from subnetact.device import machine
 from subnetact.digits import (
     SIDE,

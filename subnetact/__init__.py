@@ -29,7 +29,7 @@ A room imports only from the rooms above it; `python tests/rooms.py` draws this 
     engine/                              Engine: ready subnets, fused programs, CUDA graphs
       fusion_plan.py                       which subnets become fused programs
     workers/                             worker processes: one copy of the weights for all of them
-    costs/                               CostModel: parameters, multiply-accumulates, bytes
+    costs                                CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, scores of layers, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile
       sweep.py                             how a latency is measured

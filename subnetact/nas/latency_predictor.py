@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.costs.model import CostModel
+from subnetact.costs import CostModel
 from subnetact.latency.arrays import Floats
 from subnetact.nas.prediction_error import PredictionError, held_out_error, training_values
 from subnetact.spec import SubnetSpec

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.costs.model import Cost, CostModel
+from subnetact.costs import Cost, CostModel
 from subnetact.errors import SearchError, StaleWeights, extra_needed
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ofa_adapters import encode
 from subnetact.command import import_name, user_code
-from subnetact.costs.model import CostModel
+from subnetact.costs import CostModel
 from subnetact.errors import SpecError
 from subnetact.files.documents import parse_json
 from subnetact.files.journal import Journal

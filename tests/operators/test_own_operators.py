@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from written_networks import seeded
 
 import subnetact
-from subnetact.costs.model import CostModel
+from subnetact.costs import CostModel
 from subnetact.errors import FileFormatError, InsertError, PrecisionError
 from subnetact.insertion.description import Description
 from subnetact.operators import LayerTraits, SubnetNorm, WeightSlice, base, register_layer

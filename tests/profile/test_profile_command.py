@@ -30,7 +30,7 @@ import subnetact
 import subnetact.nas
 from subnetact import Engine, LatencyTable, SlackFit, from_pretrained, profile_latency, simulate
 from subnetact.command import import_name
-from subnetact.costs.model import CostModel
+from subnetact.costs import CostModel
 from subnetact.elastic.__main__ import main as elastic
 from subnetact.errors import SpecError
 from subnetact.files.journal import Journal, signed

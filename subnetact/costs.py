@@ -1,9 +1,10 @@
-"""Counts what a subnet computes with a forward pass over meta tensors, which have a shape but no data.
+"""What subnets cost, computed from their sizes: parameters, multiply-accumulates, bytes.
 
-What a module of a subnet computes follows from its *own sizes*, which are the entries of the size row that
-its operators and those of its submodules follow, and the shapes of its inputs. Outputs and counts of every
-call are remembered by both, so that a new subnet runs only the blocks that no earlier subnet had. A module
-that depends on anything else, such as an attribute that another module sets, is counted as in its first call.
+They are counted by a forward pass over meta tensors, which have a shape but no data. What a module of a
+subnet computes follows from its *own sizes*, which are the entries of the size row that its operators and
+those of its submodules follow, and the shapes of its inputs. Outputs and counts of every call are remembered
+by both, so that a new subnet runs only the blocks that no earlier subnet had. A module that depends on
+anything else, such as an attribute that another module sets, is counted as in its first call.
 
 A `FlopCounterMode` around one forward pass per subnet counts 12 subnets of OFA-ResNet50 per second, and not
 a thousand (`benchmarks/search.py --only costs`).
@@ -36,11 +37,13 @@ from subnetact.operators.lowered_weight import Low
 from subnetact.operators.operation_traits import OPERATIONS
 from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.space import SizeRow
-from subnetact.spec import shown
+from subnetact.spec import SubnetSpec, shown
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
+
+__all__ = ["FEATURES", "Cost", "CostModel", "Vector"]
 
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
@@ -68,7 +71,7 @@ _AS = {torch.ops.aten._int_mm: torch.ops.aten.mm}
 
 
 @dataclass
-class Counts:
+class _Counts:
     """What a module and its submodules compute for one input; `own_macs` belong to no module yet."""
 
     vector: Vector = field(default_factory=lambda: np.zeros(len(FEATURES), np.int64))
@@ -76,12 +79,52 @@ class Counts:
     own_macs: int = 0
 
 
-Calls: TypeAlias = dict[Hashable, tuple[Any, Counts]]
+_Calls: TypeAlias = dict[Hashable, tuple[Any, _Counts]]
 """The outputs and counts of calls, by the types and shapes of their inputs."""
 
 
-class MetaForward:
-    """Counts what subnets compute, on a copy of the supernet that does not see later changes."""
+@dataclass(frozen=True)
+class Cost:
+    """What one forward pass of one subnet costs.
+
+    Attributes:
+        parameters: number of parameters of the extracted network.
+        macs: multiply-accumulates of convolutions, linear layers and matrix products, for the batch.
+        activation_bytes: bytes that modules with parameters write, for the batch. Position embeddings
+            count once per input.
+        weight_bytes: bytes of the parameters, each counted once.
+        not_counted: ATen names of the operators whose arithmetic is not in `macs`: activations, norms,
+            softmax, additions and pooling.
+        product_macs: the part of `macs` that is matrix products outside any layer, as in attention.
+    """
+
+    parameters: int
+    macs: int
+    activation_bytes: int
+    weight_bytes: int
+    not_counted: tuple[str, ...]
+    product_macs: int = 0
+
+
+class CostModel:
+    """Computes the cost of any subnet of a supernet, more than a thousand subnets per second.
+
+    Every module runs once per combination of its sizes and the shapes of its inputs, on a copy of the
+    supernet without data; a subnet with known modules is put together from these results. The counts are
+    exact if what a module computes follows from these two. Only one thread at a time may use a model.
+
+    Args:
+        supernet: the supernet. It is not changed.
+        example: a batch for the network, (N, C, H, W) for images, or a tuple or dictionary of its arguments.
+            Only the shapes behind the batch axis and the dtypes count.
+
+    Raises:
+        SpecError: the network does not run on the example, or its forward pass needs data.
+
+    Example:
+        >>> model = CostModel(supernet, torch.empty(1, 3, 224, 224))
+        >>> model(supernet.space.largest()).macs
+    """
 
     def __init__(self, supernet: Supernet, example: Any) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
@@ -100,7 +143,7 @@ class MetaForward:
                 f"example: {shown(example)} is no batch with a tensor; give one: torch.empty(1, 3, 224, 224)"
             )
         self._mode = _CountingMode()
-        self.input = map_tensors(self._empty_input, given)
+        self._input = map_tensors(self._empty_input, given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in modules}
         # The parent and name under which a module is counted that occurs in several places.
@@ -109,6 +152,36 @@ class MetaForward:
             for name, child in parent.named_children():
                 self._first.setdefault(child, (parent, name))
         self._views: dict[nn.Module, dict[Any, _CountedModule]] = defaultdict(dict)
+        for spec in (self.space.largest(), self.space.smallest()):
+            self._run(spec)
+
+    def __call__(self, spec: SubnetSpec, batch_size: int = 1) -> Cost:
+        """Return the cost of one forward pass of a subnet over a whole batch.
+
+        Raises:
+            SpecError: the specification is malformed or of another space, or the batch size is below 1.
+        """
+        if batch_size < 1:
+            raise SpecError(f"batch_size: {batch_size} is not at least 1")
+        counts = self._run(spec)
+        vector = counts.vector
+        macs, activation, weights = (int(vector[2 + i :: len(COUNTS)].sum()) for i in range(3))
+        return Cost(
+            parameters=int(vector[0]),
+            macs=macs * batch_size,
+            activation_bytes=activation * batch_size,
+            weight_bytes=weights,
+            not_counted=tuple(sorted(counts.not_counted)),
+            product_macs=int(vector[feature("product", "macs")]) * batch_size,
+        )
+
+    def vector(self, spec: SubnetSpec) -> Vector:
+        """Return the costs of the subnet `spec` for one input, in the order of `subnetact.costs.FEATURES`.
+
+        These are the number of parameters, and per kind of layer the number of modules, multiply-accumulates,
+        bytes written and bytes of weights.
+        """
+        return self._run(spec).vector
 
     def _empty_input(self, given: Tensor) -> Tensor:
         """Return an input without data; of whole numbers, as in a mask, the values of the first are known."""
@@ -117,18 +190,18 @@ class MetaForward:
             self._mode.values[empty] = given[:1].cpu()
         return empty
 
-    def run(self, row: SizeRow) -> Counts:
-        """Return the counts of the subnet of a size row for one input."""
-        network = self._view(self._network, row)
-        counts = self._mode.counts = Counts(network.held.copy())
+    def _run(self, spec: SubnetSpec) -> _Counts:
+        """Return the counts of a subnet for one input."""
+        network = self._view(self._network, self.space.resolve(spec))
+        counts = self._mode.counts = _Counts(network.held.copy())
         try:
             with torch.no_grad(), self._mode:
-                call_with(network.module, self.input)
+                call_with(network.module, self._input)
         except Exception as error:
             raise_if_explained(error)
             advice = WITHOUT_VALUES if "meta tensor" in str(error) else ""
             raise SpecError(
-                f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "
+                f"{self.space.name}: the network does not run without data on {describe_input(self._input)}: "
                 f"{summary(network.module, error)}{advice}"
             ) from error
         return counts
@@ -179,7 +252,7 @@ class _CountedModule:
         self.multiplies = kind not in ("norm", "other")
         self.kind = kind = "low" if self.multiplies and isinstance(module, Low) else kind
         self.mode, self.item_bytes = mode, item_bytes
-        self.calls: Calls = {}
+        self.calls: _Calls = {}
         own = {name: t for name, t in module._parameters.items() if t is not None}
         self.has_tensors = bool(own)
         self.held = np.zeros(len(FEATURES), np.int64)
@@ -204,7 +277,7 @@ class _CountedModule:
         self.tied = self.tied | submodule.tied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def run(counts: Counts) -> Any:
+        def run(counts: _Counts) -> Any:
             outputs = self.forward(*args, **kwargs)
             if counts.own_macs:
                 kind = self.kind if self.multiplies else "product"
@@ -228,15 +301,15 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = Counts()
-        self._operators: Calls = {}
+        self.counts = _Counts()
+        self._operators: _Calls = {}
         self.values: Any = WeakTensorKeyDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # skipping would import torch's compiler, which takes seconds
 
-    def remembered(self, calls: Calls, inputs: Hashable, run: Callable[[Counts], Any]) -> Any:
+    def remembered(self, calls: _Calls, inputs: Hashable, run: Callable[[_Counts], Any]) -> Any:
         """Return the outputs of a call, and count it; `run` is called once for inputs of the same shapes."""
         try:
             key = _signature(inputs)
@@ -245,7 +318,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key, found = None, None
         caller = self.counts
         if found is None:
-            self.counts = Counts()
+            self.counts = _Counts()
             found = run(self.counts), self.counts
             self.counts = caller
             if key is not None:
@@ -278,7 +351,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = (func, args, kwargs) if kwargs else (func, *args)
         return self.remembered(self._operators, inputs, lambda counts: self._run(func, args, kwargs, counts))
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: _Counts) -> Any:
         packet = func._overloadpacket
         formula: Callable[..., int] | None = flop_registry.get(_AS.get(packet, packet))
         if formula is None:
