@@ -19,7 +19,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from subnetact.errors import PolicyError, TableError
 from subnetact.generation.step_request import StepRequest, TokenAsk
@@ -98,13 +99,11 @@ class StepPolicy:
         if fastest > self.token_ms:
             raise TableError(f"token_ms: no step takes less than {fastest:.3g} ms; give more time per token")
         self._order = sorted(range(len(self._accuracy)), key=lambda i: -self._accuracy[i])
-        self._budgets: dict[float, float] = {math.inf: 1.0}
-        if thinking is not None:
-            for budget, share in thinking.items():
-                check_within(budget, "thinking", 1)
-                check_within(share, f"thinking[{budget}]", 0.0, 1.0, whole=False)
-            pairs = sorted(thinking.items(), reverse=True)  # the longest first
-            self._budgets = {float(budget): share for budget, share in pairs} or self._budgets
+        for budget, share in (thinking or {}).items():
+            check_within(budget, "thinking", 1)
+            check_within(share, f"thinking[{budget}]", 0.0, 1.0, whole=False)
+        budgets: Mapping[Any, float] = thinking or {math.inf: 1.0}
+        self._budgets = {float(budget): budgets[budget] for budget in sorted(budgets, reverse=True)}
         self.budget = max(self._budgets)
         self._arrivals, self._credit = ArrivalMeter(), 0.0
         self._usual = [0.0] * 4  # tokens to think, to answer and of the prompt, and time to the first one, ms
@@ -124,10 +123,10 @@ class StepPolicy:
     def choose(
         self,
         slack_ms: float,
-        *,
         sequences: int,
         context: float = 1.0,
         prompt_tokens: int = 0,
+        *,
         among: Collection[int] | None = None,
         crowd: Crowd | None = None,
     ) -> int:
@@ -245,19 +244,21 @@ class StepPolicy:
         rate = self._arrivals.rate_per_ms(crowd.now_ms, RATE_WINDOW * first_ms)
         load = RATE_SHARE * rate * min(1.0, age_ms / first_ms) + len(crowd.waiting) / (SETTLING * first_ms)
         step_ms, prompt_ms = self._speeds(crowd.places, context)
-        options = [(i, budget) for i in self._order for budget in self._budgets]
 
         def cost(i: int, budget: float) -> float:
             steps = answer + min(thinks, budget)
             return self.slowdown * (steps * step_ms[i] / crowd.places + prompt * prompt_ms[i])
 
-        gains = [self._accuracy[i] * self._budgets[budget] for i, budget in options]
-        points = [(cost(*one), gain, n) for n, (one, gain) in enumerate(zip(options, gains, strict=True))]
+        points = [
+            (cost(i, budget), self._accuracy[i] * share, i, budget)
+            for i in self._order
+            for budget, share in self._budgets.items()
+        ]
         hull, tau = upper_hull(points), 1.0 / load if load > 0.0 else math.inf
-        at = bisect_right([one for one, _, _ in hull], tau)
-        (least, _, low), (most, _, high) = hull[max(at - 1, 0)], hull[min(at, len(hull) - 1)]
+        at = bisect_right(hull, tau, key=itemgetter(0))
+        least, _, subnet, budget = hull[max(at - 1, 0)]
+        most, _, other, longer = hull[min(at, len(hull) - 1)]
         share = max(0.0, (tau - least) / (most - least)) if most > least else 0.0
-        (subnet, budget), (other, longer) = options[low], options[high]
         self.budget = budget if budget == longer else budget + share * (longer - budget)
         if other != subnet:
             self._credit += share

@@ -162,10 +162,8 @@ class StepScheduler:
         steps, rest = divmod(len(ask.prompt), self._step_tokens)
         sizes = (steps, (0, 1.0, self._step_tokens)), (1, (0, 1.0, rest)), (known - 1, (1, len(ask.prompt)))
         among = frozenset().union(*[phase.among for phase in request.planned])
-        least_ms = 0.0
-        for number, size in sizes:
-            times_ms = self.policy.table.latencies_ms(*size)
-            least_ms += number * min([times_ms[i] for i in among])
+        known_ms = [(number, self.policy.table.latencies_ms(*size)) for number, size in sizes]
+        least_ms = sum([number * min([times_ms[i] for i in among]) for number, times_ms in known_ms])
         if limit_ms < least_ms * min(self.policy.slowdown, 1.0):
             self.counts["requests"] += 1
             self.counts["expired"] += 1
@@ -229,16 +227,8 @@ class StepScheduler:
         step.measure()
         policy = self.policy
         slack_ms = min([request.due_ms for request in [*others, *(one for one, _ in step.parts)]]) - now_ms
-        sequences, context, prompts = step.size
         crowd = Crowd(now_ms, self._active.values(), self._waiting, self._places)
-        step.subnet = policy.choose(
-            slack_ms,
-            sequences=sequences,
-            context=context,
-            prompt_tokens=prompts,
-            among=step.among,
-            crowd=crowd,
-        )
+        step.subnet = policy.choose(slack_ms, *step.size, among=step.among, crowd=crowd)
         for one in step.answered:
             end = one.planned[0].end
             if end is not None and len(one.tokens) + 1 - one.begun >= policy.budget:
@@ -254,7 +244,8 @@ class StepScheduler:
         """Take the tokens of the requests that the step answers."""
         step, self.step = self.step, None
         assert step is not None
-        answered = [request for request in step.answered if request.outcome is None]
+        pairs = zip(step.answered, tokens, strict=False)
+        answered = [(request, token) for request, token in pairs if request.outcome is None]  # still
         self.prepare(now_ms)
         self.policy.observe(step.tabled_ms, now_ms - step.began_ms)
         writer = self._kinds.exact[step.subnet]
@@ -262,9 +253,7 @@ class StepScheduler:
             request.left = max(request.left - computed, 0)
             request.approximate |= request.writer not in (None, writer)
             request.writer = writer
-        for request, token in zip(step.answered, tokens, strict=False):
-            if request.outcome is not None:  # it ended while its step ran
-                continue
+        for request, token in answered:
             token = step.ended.get(request, token)
             request.tokens.append(token)
             request.subnets.append(step.subnet)
@@ -282,7 +271,7 @@ class StepScheduler:
                 if request in step.ended and request.turns < math.inf:
                     request.most -= int(request.turns - length)
                 self._next_phase(request)
-        return answered
+        return [request for request, _ in answered]
 
     def failed(self, cause: Exception, now_ms: float) -> list[StepRequest]:
         """End the requests of the step that runs, because it raised."""

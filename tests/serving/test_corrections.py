@@ -275,5 +275,5 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
     serve(live, slower=3.0)
     assert live.learner.refresh(at_once=True), "the dispatcher plans with what was learned all the same"
     assert live.scheduler.dispatcher.plans[-1].policy is policy
-    assert live.scheduler.dispatcher.expected_ms(0, 1) > 1.2 * TABLE.latency_ms[0, 0]
+    assert live.scheduler.dispatcher.plans[0].batch(0, 1)[1] > 1.2 * TABLE.latency_ms[0, 0]
     assert "in the user's policy" in caplog.text

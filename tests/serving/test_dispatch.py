@@ -112,8 +112,8 @@ def dispatcher_of(table: LatencyTable, policy: Any = None, expired: str = "serve
 def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40: LatencyTable) -> None:
     table = LatencyTable(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
     dispatcher = dispatcher_of(table)
-    assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
-    assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
+    planned = [dispatcher.plans[0].batch(0, k) for k in (1, 2, 3, 4)]
+    assert planned == [(1, 1.0), (4, 2.0), (4, 2.0), (4, 2.0)]
     table, arrivals = with_holes(a40, slice(None), 1), poisson(300, 0.5, seed=0)
     for name in policy_names(table):
         found = simulate(arrivals, table, make_policy(name, table, 36.0), 36.0, 2, progress=False)
@@ -209,7 +209,7 @@ def test_the_table_of_the_shape_decides_how_accurate_an_answer_can_be(
         dispatcher.arrivals.extend([0.0])
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
-    size = dispatcher.padded(batch.subnet, len(batch.part), batch.shape)
+    size, _ = dispatcher.plans[batch.shape].batch(batch.subnet, len(batch.part))
     assert (batch.subnet, size, [request.x for request in batch.part]) == expected
 
 

@@ -96,8 +96,7 @@ class Fronts:
         """For each batch size: the upper concave hull of its front, its latencies, its slopes times -1."""
         found = []
         for front in self.options:
-            points = [(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)]
-            hull = [front[j] for _, _, j in hull_of_front(points)]
+            hull = hull_of_front(front)
             falls = [(a.accuracy - b.accuracy) / (b.latency_ms - a.latency_ms) for a, b in pairwise(hull)]
             found.append((hull, [option.latency_ms for option in hull], falls))
         return found

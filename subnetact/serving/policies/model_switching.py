@@ -73,7 +73,5 @@ class ModelSwitching:
     def _wanted(self, context: Context) -> int:
         rate = context.arrivals.rate_per_ms(context.now_ms, WINDOW_MS)
         workers = sum(1 for free in context.free_at_ms if free < math.inf)
-        for subnet in self._by_accuracy:
-            if self._rates[subnet] * workers >= rate:
-                return subnet
-        return max(self._by_accuracy, key=self._rates.__getitem__)
+        enough = (i for i in self._by_accuracy if self._rates[i] * workers >= rate)
+        return next(enough, max(self._by_accuracy, key=self._rates.__getitem__))

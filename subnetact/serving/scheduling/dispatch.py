@@ -42,18 +42,32 @@ class _Plan:
         self.preempt: Any = getattr(policy, "preempt", None)
         self.block_length: Any = getattr(policy, "block_length", lambda *_: 1)
         self.observe: Any = getattr(policy, "observe", None)
-        self.latency: list[list[float]] = table.latency_ms.tolist()
+        self._sizes, self._pad = table.batch_sizes, table.pad_index
+        self._latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
         self.cheapest = cheapest_from(table, [0.0])[0]
         most = self.largest[self.cheapest]
-        self.full = self.latency[self.cheapest][table.pad_index[most]], most
+        self.full = self._latency[self.cheapest][self._pad[most]], most
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = [(tau,) for tau in time_per_request(table)]
         self.floors = Floors(table)
         self.floor_cost = least_from(self.floors.accuracies, percent, list(least))
         self.work: list[float] = [ms for (ms,) in least_from(self.floors.accuracies, percent, per_request)]
+
+    def batch(self, subnet: int, k: int) -> tuple[int, float]:
+        """Return how k requests on a subnet are planned: the next measured batch size, and its latency, ms.
+
+        If they cannot run there, that is NaN.
+        """
+        row, first = self._latency[subnet], self._pad[k]
+        column, last = first, len(row) - 1
+        while row[column] != row[column]:
+            if column == last:
+                return self._sizes[first], math.nan
+            column += 1
+        return self._sizes[column], row[column]
 
     def refused(self, answer: str) -> PolicyError:
         """Return the error of a policy's answer that cannot run."""
@@ -116,7 +130,6 @@ class Dispatcher:
         self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
         self._sizes = table.batch_sizes
-        self._pad = table.pad_index
         retabled: Any = getattr(policy, "retabled", lambda _: policy)
         self.plans = [self.plan(policy if one is table else retabled(one), one) for one in tables]
         self._shaped = len(tables) > 1
@@ -131,25 +144,6 @@ class Dispatcher:
         """Return the worker time of a request, ms: `slowness` times that on its cheapest subnet."""
         plan = self.plans[request.shape]
         return self.slowness * plan.work[plan.floors.at(min(request.ask.floor, plan.floors.best))]
-
-    def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
-        """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""
-        plan = self.plans[shape]
-        return plan.latency[subnet][self._column(plan, subnet, k)]
-
-    def padded(self, subnet: int, k: int, shape: int = -1) -> int:
-        """Return the batch size that k requests on a subnet are planned as: the next measured one."""
-        return self._sizes[self._column(self.plans[shape], subnet, k)]
-
-    def _column(self, plan: _Plan, subnet: int, k: int) -> int:
-        """Return the column of the smallest measured batch size >= k; of the smallest >= k if none is."""
-        row, first = plan.latency[subnet], self._pad[k]
-        column, last = first, len(row) - 1
-        while row[column] != row[column]:
-            if column == last:
-                return first
-            column += 1
-        return column
 
     def least_ms(self, floor: float, shape: int = -1) -> float:
         """Return the least latency, ms, of the subnets whose accuracy is at least `floor` percent."""
@@ -204,8 +198,7 @@ class Dispatcher:
         if not len(queue):
             return None
         plan = self.plans[queue.request().shape]
-        size = plan.largest[plan.cheapest]
-        return self._form(queue, worker, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
+        return self._form(queue, worker, plan.cheapest, plan.full[1], len(queue), queue.deadline() - now_ms)
 
     def _form(
         self, queue: EDFQueue, worker: int, subnet: int, size: int, queued: int, slack_ms: float
@@ -217,8 +210,7 @@ class Dispatcher:
             subnet, items = self._take_alike(queue, subnet, size)
         else:
             items = queue.take(min(size, len(queue)))
-        expected = plan.latency[subnet][self._column(plan, subnet, len(items))]
-        if expected != expected:
+        if math.isnan(plan.batch(subnet, len(items))[1]):
             self.taken = items
             text = f"subnet {subnet} for {len(items)} requests, which cannot run there (NaN in the table)"
             raise plan.refused(text)
@@ -235,12 +227,12 @@ class Dispatcher:
             items = queue.take_satisfied(size, self._accuracy[subnet], shape)
         if not self._shaped:
             return subnet, items
-        planned = plan.latency[subnet][self._column(plan, subnet, size)]
+        _, planned_ms = plan.batch(subnet, size)
         better = [
-            (accuracy, -row[column], other)
-            for other, (accuracy, row) in enumerate(zip(self._accuracy, plan.latency, strict=True))
+            (accuracy, -ms, other)
+            for other, accuracy in enumerate(self._accuracy)
             if accuracy >= self._accuracy[subnet]  # Measured latencies may fall as batches grow.
-            and row[column := self._column(plan, other, len(items))] <= planned
+            and (ms := plan.batch(other, len(items))[1]) <= planned_ms
             and len(items) <= self.limits.get(other, len(items))
         ]
         return max(better, default=(0.0, 0.0, subnet))[2], items

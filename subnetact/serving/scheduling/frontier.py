@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
 Rank = TypeVar("Rank", bound=tuple[float, ...])
+Point = TypeVar("Point", bound=tuple[Any, ...])
 
 
 class Option(NamedTuple):
@@ -63,19 +64,20 @@ def largest_batches(table: LatencyTable) -> list[int]:
     return found
 
 
-def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Return the upper concave hull of points (cost, gain, label), from the least cost on."""
-    finite = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[2])
+def upper_hull(points: Iterable[Point]) -> list[Point]:
+    """Return the upper concave hull of points (cost, gain, ...), from the least cost on."""
+    finite = [point for point in points if math.isfinite(point[0])]
     return hull_of_front(pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]))
 
 
-def hull_of_front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Return the upper concave hull of points of which x and y ascend strictly; see `upper_hull`."""
-    hull: list[tuple[float, float, int]] = []
-    for x, y, label in points:
+def hull_of_front(points: Iterable[Point]) -> list[Point]:
+    """Return the upper concave hull of points of which cost and gain ascend strictly; see `upper_hull`."""
+    hull: list[Point] = []
+    for point in points:
+        x, y, *_ = point
         while len(hull) > 1 and (y - hull[-1][1]) * (hull[-1][0] - hull[-2][0]) >= (
             hull[-1][1] - hull[-2][1]
         ) * (x - hull[-1][0]):
             hull.pop()
-        hull.append((x, y, label))
+        hull.append(point)
     return hull

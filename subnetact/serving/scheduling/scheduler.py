@@ -336,9 +336,7 @@ class Scheduler:
 
     def _start(self, job: Job, now_ms: float) -> None:
         """Book the job's current part on its worker."""
-        count = len(job.part)
-        job.size = self.dispatcher.padded(job.subnet, count, job.shape)
-        expected_ms = self.dispatcher.expected_ms(job.subnet, count, job.shape)
+        job.size, expected_ms = self.dispatcher.plans[job.shape].batch(job.subnet, len(job.part))
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         job.started_ms, job.paused_ms = now_ms, 0.0
@@ -399,7 +397,7 @@ class Scheduler:
 
     def _is_too_late(self, request: Request, subnet: int, now_ms: float) -> bool:
         """Return whether a request whose worker was lost cannot be answered in time by a second try."""
-        return request.deadline_ms < now_ms + self.dispatcher.expected_ms(subnet, 1, request.shape)
+        return request.deadline_ms < now_ms + self.dispatcher.plans[request.shape].batch(subnet, 1)[1]
 
     def _abandon(self, job: Job, now_ms: float) -> None:
         del self.jobs[job.worker]

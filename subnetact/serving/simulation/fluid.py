@@ -59,8 +59,7 @@ def fluid_bound(
     lower[0] = upper[0] = 0
     knots = _taut_string(lower.tolist(), upper.tolist())
     steps, requests = np.diff(np.array(knots, dtype=np.float64), axis=0).T
-    points = [(tau, table.accuracy[i], i) for i, tau in enumerate(time_per_request(table))]
-    hull = upper_hull([(0.0, 0.0, -1), *points])
+    hull = upper_hull([(0.0, 0.0), *zip(time_per_request(table), table.accuracy, strict=True)])
     work_ms = workers * step_ms * steps
     share = np.divide(work_ms, requests, out=np.zeros_like(work_ms), where=requests > 0)
     accuracy = np.interp(share, [point[0] for point in hull], [point[1] for point in hull])
