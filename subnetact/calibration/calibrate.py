@@ -163,18 +163,18 @@ def calibrate(
         raise SpecError("corrections: they are for networks without BatchNorm, and this one has some")
     if not wanted or not (supernet.norm_operators() or corrections):
         return CalibrationReport(len(wanted))
-    largest = supernet.space.largest()
+    largest, inputs = space.largest(), partial(_inputs, supernet=supernet, labels=labels)
+    with supernet.generation.lock:
+        require = partial(_require_same_weights, supernet, supernet.generation.moment())
     if corrections:
-        began, start = supernet.generation.moment(), time.perf_counter()
-        narrow = [spec for spec in wanted if spec != largest]
-        inputs = partial(_inputs, network=supernet.network, labels=labels)
-        given = [map_tensors(lambda t: t.to(supernet.device), inputs(batch)) for batch in batches]
+        start, narrow = time.perf_counter(), [spec for spec in wanted if spec != largest]
+        given = list(map(inputs, batches))
         if not given:
             raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
         with torch.inference_mode(False), torch.no_grad():
             measured = corrections_of(supernet, narrow, given, corrections, progress)
         with supernet.generation.lock:
-            _require_same_weights(supernet, began)
+            require()
             supernet.norms.drop(narrow)
             supernet.norms.update({spec: NormRow.of({}, own) for spec, own in measured.items() if own})
         layers, seconds = {spec: len(own) for spec, own in measured.items()}, time.perf_counter() - start
@@ -182,7 +182,6 @@ def calibrate(
     adopted: tuple[SubnetSpec, ...] = ()
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:
-            began = supernet.generation.moment()
             if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
                 adopted = (largest,)
                 wanted.remove(largest)
@@ -191,8 +190,6 @@ def calibrate(
                     return CalibrationReport(adopted=adopted)
         kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
-        require = partial(_require_same_weights, supernet, began)
-        inputs = partial(_inputs, network=supernet.network, labels=labels)
         _pass(run, batches, inputs, kept, progress, supernet if check else None, require)
         rows = {spec: run.row(spec) for spec in wanted}
     require()
@@ -237,7 +234,7 @@ def _pass(
     bar = tqdm(total=total, desc=title, unit=" subnet batches", disable=not progress or None, leave=None)
     with bar:
         for i, batch in enumerate(batches):
-            x = map_tensors(lambda t: t.to(run.device), inputs(batch))
+            x = inputs(batch)
             kept.take(x)
             if i == 0:
                 run.prepare(x)
@@ -280,12 +277,12 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
             )
 
 
-def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
-    """Return the inputs of a batch, with `labels` those of a pair; SpecError if the network takes others."""
+def _inputs(batch: Any, supernet: Supernet, labels: bool) -> Any:
+    """Return the inputs of a batch on the supernet's device; SpecError if the network takes others."""
     x = as_pair(batch, "labels=True")[0] if labels else as_batch(batch)
     try:
         if isinstance(x, tuple) and not labels:
-            signature(network.forward).bind(*x)
+            signature(supernet.network.forward).bind(*x)
     except TypeError as error:
         raise SpecError(
             f"a batch is a tuple of {', '.join(map(describe_input, x))}, and the network does not take these "
@@ -299,4 +296,4 @@ def _inputs(batch: Any, network: nn.Module, labels: bool) -> Any:
             "a calibration batch is a tensor, a dictionary of named tensors or a tuple of positional "
             f"tensors, got {describe_input(x)}"
         )
-    return x
+    return map_tensors(lambda t: t.to(supernet.device), x)

@@ -7,8 +7,7 @@ Which file answers which question:
 - `source`: where do the supernet, its input and the images for calibration come from, and how is code of a
   user imported and run, here and in `subnetact.serve`?
 - `selection`: which subnets are profiled, and where do their accuracies come from?
-- `sweep`: `profile_latency`; how often and in which order is every cell measured?
-- `measurements`: what was measured so far, and how does it survive a kill?
+- `sweep`: `profile_latency`; how often and in which order is every cell measured? What survives a kill?
 - `window`: how is a call timed?
 - `stability`: when is the median of a cell known well enough?
 - `modes`: how is a subnet run?

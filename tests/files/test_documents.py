@@ -16,7 +16,7 @@ from subnetact.export.subnet_program import export_format
 from subnetact.files.documents import DocumentFormat, FolderFormat
 from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.measurements import Measurements
+from subnetact.profile.sweep import Measurements
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.simulation.replay import LiveRun
 from subnetact.supernet.norm_table import NormTable

@@ -66,9 +66,9 @@ from subnetact.errors import MissingExtra, QueueFull, SubnetActError, TableError
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
 from subnetact.profile.cli import main as profile_main
-from subnetact.profile.measurements import Measurements
 from subnetact.profile.pipeline import ProfileJob, checked
 from subnetact.profile.source import ProfileSource
+from subnetact.profile.sweep import Measurements
 from subnetact.serve.cli import main as serve_main
 from subnetact.serving import Fixed, make_policy
 from subnetact.serving.live.corrections import Corrections
