@@ -1,6 +1,7 @@
 """Training of a supernet: `distill_` does all of it, `sandwich_step` one step for a loop of your own.
 
-- `distillation.py`: the steps of `distill_`, in their order; `settings.py`: how it does them.
+- `distillation.py`: the steps of `distill_`, in their order, and how subnets are measured.
+- `settings.py`: the options of `distill_`.
 - `task.py`: what batches hold, what outputs mean, and how well a subnet does.
 - `sandwich.py`: the gradients of one batch, for several subnets.
 - `trainer.py`: a Trainer of transformers that trains all subnets.

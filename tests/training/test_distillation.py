@@ -36,7 +36,6 @@ from subnetact.training import (
     DistillationReport,
     distill_,
     distillation,
-    measurement,
     run,
     state,
 )
@@ -199,7 +198,7 @@ def test_what_is_not_finite_ends_the_training_at_the_last_good_step(tmp_path: Pa
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a clock that stands still unless `seconds` are added; at `stop`, the user stops the training."""
     found = SimpleNamespace(seconds=0.0, stop=float("inf"))
-    for module in (distillation, measurement, run, state):
+    for module in (distillation, run, state):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.seconds))
     return found
 
