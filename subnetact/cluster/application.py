@@ -168,7 +168,7 @@ def client_of(handle: Any, source: Source, engine: Engine, count: ReplicaCount) 
         full=FULL,
         check=lambda x: engine.check(x, finite=True),
         replicas=count,
-        max_per_replica=source.max_queue,
+        max_queue=source.max_queue,
     )
 
 

@@ -78,7 +78,7 @@ class Exchange(Request):
 
         The header `x-deadline-unix-ms` is the time of day, in ms since 1970, when the answer is due.
         """
-        texts = kind.header_values(self.headers)
+        texts = {name: self.headers[text] for name, text in header_names(kind) if text in self.headers}
         if (due := self.headers.get(DUE)) is not None:
             if not (due.isdecimal() and len(due) < 16):
                 raise InvalidRequest(f"{DUE}: got {due[:60]!r}; give whole ms since 1970")

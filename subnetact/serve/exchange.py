@@ -69,11 +69,6 @@ class Terms(Strict):
         description="requests of lower priority expire first; those to language models only if below 0",
     )
 
-    @classmethod
-    def header_values(cls, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the fields that are given as headers."""
-        return {name: headers[header] for name, header in header_names(cls) if header in headers}
-
     def completed(self, kind: type[CommonModel], texts: Mapping[str, str], most_ms: float) -> CommonModel:
         """Return terms with what the body leaves out from texts; times beyond the limit are refused."""
         own = {name: one for name, one in self if name in kind.model_fields and one is not None}

@@ -165,7 +165,7 @@ def test_requests_beyond_the_limit_are_refused_at_the_door():
 
     go = threading.Event()
     replicas = Replicas(go, go)
-    client = client_of(replicas, check=check, max_per_replica=2, replicas=lambda: (2, 2))
+    client = client_of(replicas, check=check, max_queue=2, replicas=lambda: (2, 2))
     with pytest.raises(InvalidRequest):
         asyncio.run(client.infer_rows([torch.ones(2)], LONG_MS))
     found = asyncio.run(several())

@@ -104,7 +104,7 @@ def test_a_hang_is_noticed_whatever_else_takes_its_time(
         elif busy == "planning":
             monkeypatch.setattr(batcher._driver.learner, "refresh", block)
         else:
-            monkeypatch.setattr(batcher._driver._log, "flush", block)
+            monkeypatch.setattr(batcher._driver.log, "flush", block)
         assert stuck.wait(60)
         clock.now = 100.0
         assert hangs.result(60).output == "the second try"

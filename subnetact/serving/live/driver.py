@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -50,43 +51,38 @@ _PAUSE_S = 0.05
 """After this time an idle worker asks again, if requests wait that the policy does not run yet."""
 
 
+@dataclass(eq=False)
 class Driver:
     """Runs the jobs of a scheduler on threads. Any thread may call the methods.
 
     Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
 
-    There is one runner per worker; several may be the same. `shape_of` returns the position among the tables
-    of an input's shape, and `on_end` is called when all has ended but the workers' threads. The other
-    arguments are as in `Batcher`.
+    There is one runner per worker; several may be the same. `shape_of`, asked if there are several tables,
+    returns the position among them of an input's shape, and `on_end` is called when all has ended but the
+    workers' threads. The other arguments are as in `Batcher`.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runners: Sequence[Runner],
-        *,
-        learn: bool,
-        clock_ms: Callable[[], float],
-        shape_of: Callable[[Any], int] | None,
-        check_outputs: bool,
-        threads: int | None,
-        log: DecisionLog | None,
-        on_end: Callable[[], None],
-        shared: tuple[Turns, str] | None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.clock_ms = clock_ms
+    scheduler: Scheduler
+    runners: Sequence[Runner]
+    _: KW_ONLY
+    learn: bool
+    clock_ms: Callable[[], float]
+    shape_of: Any
+    check_outputs: bool
+    threads: int | None
+    log: DecisionLog | None
+    on_end: Callable[[], None]
+    shared: tuple[Turns, str] | None
+
+    def __post_init__(self) -> None:
+        scheduler, self._repeated = self.scheduler, RateLimitedLog(_log)
         self.counters = Counters(scheduler.counts)
-        self._turns, self._name = shared or (Turns({"": 1.0}), "")
-        scheduler.shares_workers = shared is not None
+        self._turns, self._name = self.shared or (Turns({"": 1.0}), "")
+        scheduler.shares_workers = self.shared is not None
         self.lock = self._turns.lock
         tables = scheduler.tables
-        self.learner = Learner(tables, scheduler.dispatcher, self.lock, clock_ms, learn)
-        self._runners, self._accuracy = runners, tables[-1].known_accuracy()
-        self._shape_of = shape_of if len(tables) > 1 else None
-        self._threads_each = threads
-        self._check_outputs, self._repeated = check_outputs, RateLimitedLog(_log)
-        self._log, self._on_end = log, on_end
+        self.learner = Learner(tables, scheduler.dispatcher, self.lock, self.clock_ms, self.learn)
+        self._accuracy = tables[-1].known_accuracy()
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
         self._undelivered = 0
         self._waking = self._watchdog_sleeps = False
@@ -98,7 +94,7 @@ class Driver:
 
     def start(self) -> None:
         """Start the threads."""
-        for worker, runner in enumerate(self._runners):
+        for worker, runner in enumerate(self.runners):
             if hasattr(runner, "enter_worker"):
                 self.scheduler.workers.starting(worker)
             self._start(worker)
@@ -111,8 +107,8 @@ class Driver:
         """Queue one request, or refuse it; `loop` is None if the future is an `AnswerFuture`."""
         request = Request(ask, self.clock_ms(), x)
         request.future, request.loop = future, loop
-        if self._shape_of is not None:
-            shape, count = self._shape_of(x), len(self.scheduler.tables)
+        if (count := len(self.scheduler.tables)) > 1:
+            shape = self.shape_of(x)
             if type(shape) is not int or not 0 <= shape < count:
                 raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
             request.shape = shape
@@ -122,8 +118,8 @@ class Driver:
             try:
                 self.scheduler.make_room(ask.client)
             except QueueFull:
-                if self._log is not None:
-                    self._log.outcome("full", request)
+                if self.log is not None:
+                    self.log.outcome("full", request)
                 raise
             self.scheduler.submit([request])
             self._wake_a_worker()
@@ -170,9 +166,9 @@ class Driver:
         failure: BaseException | None = None
         turn = Turn(worker, self._name)
         try:
-            enter: Any = getattr(self._runners[worker], "enter_worker", None)
+            enter: Any = getattr(self.runners[worker], "enter_worker", None)
             if enter is not None:
-                enter(self._threads_each)
+                enter(self.threads)
             with self.lock:
                 self.scheduler.workers.started(worker, self.clock_ms())
             while (work := self._next(turn)) is not None:
@@ -252,7 +248,7 @@ class Driver:
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
                         "run() returns one for each"
                     )
-                rejected = not_finite(outputs) if self._check_outputs else ()
+                rejected = not_finite(outputs) if self.check_outputs else ()
             except WorkerDied:
                 raise
             except Exception as error:
@@ -268,7 +264,7 @@ class Driver:
 
     def _outputs(self, job: Job) -> Any:
         """Run the current part of a job, and between its blocks what is more urgent."""
-        runner: Any = self._runners[job.worker]
+        runner: Any = self.runners[job.worker]
         inputs = [request.x for request in job.part]
         if not self.scheduler.runs_in_blocks(job):
             return runner.run(job.subnet, inputs, job.size)
@@ -312,8 +308,8 @@ class Driver:
             counters.answered(subnet, accuracy, latencies, met)
             counters.batch_sizes[size] += 1
             counters.histograms["run_ms"].add(took_ms)
-            if self._log is not None:
-                self._log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
+            if self.log is not None:
+                self.log.batch(job, [request for request, _, _ in outcomes], now - started_ms, met)
             self.learner.observe(job, took_ms)
             self.scheduler.finished(job, now)
             return self._outcomes(outcomes)
@@ -324,8 +320,8 @@ class Driver:
         """Return answers and what ended without one, to be delivered. The caller holds the lock."""
         ended, outcomes = self.scheduler.ended, list(answers)
         for request, how, error in ended:
-            if self._log is not None:
-                self._log.outcome(how, request)
+            if self.log is not None:
+                self.log.outcome(how, request)
             if how == "dropped":
                 self.learner.dropping = True
                 error = self._deadline_passed(request)
@@ -400,7 +396,7 @@ class Driver:
             for job in hung:
                 self._turns.end(self._turns.holders[job.worker], now)
                 facts = job.worker, len(job.part), job.subnet, now - job.started_ms, job.expected_ms
-                pid = getattr(self._runners[job.worker], "pid", None)
+                pid = getattr(self.runners[job.worker], "pid", None)
                 end = "another thread replaces it" if pid is None else f"process {pid} is killed"
                 self.scheduler.warnings.append((_HUNG, (*facts, end), None))
             if hung:
@@ -408,7 +404,7 @@ class Driver:
         if outcomes:
             self._owed.put(outcomes)
         for job in hung:
-            abandon: Any = getattr(self._runners[job.worker], "abandon", None)
+            abandon: Any = getattr(self.runners[job.worker], "abandon", None)
             if abandon is not None:
                 with suppress(Exception):  # the worker is replaced in any case
                     abandon()
@@ -429,12 +425,12 @@ class Driver:
             self._ticked.clear()
             try:
                 self.replan()
-                if self._log is not None:
-                    self._log.flush()
+                if self.log is not None:
+                    self.log.flush()
             except Exception:
                 _log.exception("the batcher's planner goes on after an error")
         self._report()
-        self._on_end()
+        self.on_end()
 
     def replan(self, at_once: bool = False) -> bool:
         """Let the policy plan with what was learned; return whether it was given other latencies."""
@@ -455,8 +451,8 @@ class Driver:
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
             scheduler, limits = self.scheduler, dict(self.scheduler.dispatcher.limits)
-            now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self._runners)}
-            ready = [getattr(runner, "is_ready", True) for runner in self._runners]  # whether a process lives
+            now = {"queued": len(scheduler), "running": scheduler.running, "workers": len(self.runners)}
+            ready = [getattr(runner, "is_ready", True) for runner in self.runners]  # whether a process lives
             up = sum(scheduler.workers.is_up(worker) and is_ready for worker, is_ready in enumerate(ready))
             now |= {"workers_up": up, "replanned": self.learner.replanned}
             learned: Any = {"batch_limits": limits, "correction": correction, "drifted": drifted}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,14 +43,9 @@ def time_per_request(table: LatencyTable) -> list[float]:
 
 def least_from(floors: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]) -> list[Rank]:
     """Return, for each of `floors` (ascending), the least rank of the subnets that reach it; one must."""
-    found: list[Rank] = []
-    least: list[Rank] = []
-    waiting = sorted(zip(percent, ranks, strict=True), key=lambda pair: pair[0])
-    for floor in reversed(floors):
-        while waiting and waiting[-1][0] >= floor:
-            least = [min([*least, waiting.pop()[1]])]
-        found += least
-    return found[::-1]
+    falling = sorted(zip(percent, ranks, strict=True), reverse=True)
+    least = list(accumulate((rank for _, rank in falling), min))  # of the first one, two, three ...
+    return [least[bisect_right(falling, -floor, key=lambda pair: -pair[0]) - 1] for floor in floors]
 
 
 def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]:
