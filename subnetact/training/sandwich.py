@@ -136,7 +136,7 @@ def sandwich_step(
         raise SpecError(f"inputs: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
     ignored = getattr(loss, "ignore_index", IGNORED if loss is F.cross_entropy else None)
-    target: Callable[[Any], Any] = partial(_probabilities, class_dim=place, labels=labels, ignored=ignored)
+    target: Callable[[Any], Any] = partial(_wanted, class_dim=place, labels=labels, ignored=ignored)
     apart: Loss = partial(_distillation, class_dim=place)
     if divergence is not None:
         target, apart = (lambda scores: scores), divergence
@@ -281,31 +281,22 @@ def places_of(counts: Tensor) -> Places:
 
 def cross_entropy(student: Tensor, teacher: Tensor, places: Places = None) -> Tensor:
     """Return the mean cross-entropy with the teacher's probabilities, of the scores that are `counted`."""
-    return _cross_entropy(student, _kept(teacher, places).float().softmax(1), places)
+    if places is not None:
+        student, teacher = (scores.movedim(1, -1)[places] for scores in (student, teacher))
+    return F.cross_entropy(student.float(), teacher.float().softmax(1)) if len(student) else student.sum()
 
 
-def _kept(scores: Tensor, places: Places) -> Tensor:
-    """Return the scores (N, classes, ...) that count."""
-    return scores if places is None else scores.movedim(1, -1)[places]
-
-
-def _cross_entropy(student: Tensor, probabilities: Tensor, places: Places) -> Tensor:
-    student = _kept(student, places)
-    return F.cross_entropy(student.float(), probabilities) if len(student) else student.sum()
-
-
-def _probabilities(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Any, ...]:
-    """Return the probabilities of a teacher where labels count, where that is, and its scores' shape."""
+def _wanted(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Tensor, Places]:
+    """Return the scores of a teacher, and where they count."""
     scores = _scores(scores, class_dim)
-    places = counted(scores, labels, ignored)
-    return _kept(scores, places).float().softmax(1), places, tuple(scores.shape)
+    return scores, counted(scores, labels, ignored)
 
 
-def _distillation(output: Any, wanted: tuple[Any, ...], class_dim: int | None) -> Tensor:
-    scores, (probabilities, places, shape) = _scores(output, class_dim), wanted
-    if scores.shape != shape:
+def _distillation(output: Any, wanted: tuple[Tensor, Places], class_dim: int | None) -> Tensor:
+    scores, (teacher, places) = _scores(output, class_dim), wanted
+    if scores.shape != teacher.shape:
         raise SpecError(
-            f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's {shape}; "
-            "the classes are in dimension 1 of both"
+            f"distillation: the student's scores {tuple(scores.shape)} do not fit the teacher's "
+            f"{tuple(teacher.shape)}; the classes are in dimension 1 of both"
         )
-    return _cross_entropy(scores, probabilities, places)
+    return cross_entropy(scores, teacher, places)
