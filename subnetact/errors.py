@@ -221,26 +221,24 @@ _LONGEST_TEXT = 2000
 
 @contextmanager
 def extra_needed(text: str) -> Iterator[None]:
-    """Turn an error of imports inside the block into a `MissingExtra` that says what to install or repair."""
+    """Turn an error of imports inside the block into a `MissingExtra` that says what to install or repair.
+
+    The package is absent, or it is there but raised while it was imported. `text` names it, and then what to
+    install.
+    """
     try:
         yield
     except (ImportError, RuntimeError, OSError) as error:
-        raise missing_extra(text, error) from error
-
-
-def missing_extra(text: str, error: Exception) -> MissingExtra:
-    """Return the error for a package that is absent, or that is there but raised while it was imported.
-
-    `text` names the package, and then what to install.
-    """
-    cause: BaseException = error
-    while cause.__cause__ is not None:  # transformers has an ImportError of its own for whatever went wrong
-        cause = cause.__cause__
-    if isinstance(cause, ImportError):
-        return MissingExtra(f"{text} ({error})")
-    needed, why = re.sub("[:;] (pip )?install .*", "", text), failure_text(cause)
-    remedy = "install builds that fit each other, or remove the package that raised"
-    return MissingExtra(f"{needed}, which is installed but cannot be imported ({why}); {remedy}")
+        cause: BaseException = error
+        # transformers has an ImportError of its own for whatever went wrong.
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, ImportError):
+            raise MissingExtra(f"{text} ({error})") from error
+        needed, why = re.sub("[:;] (pip )?install .*", "", text), failure_text(cause)
+        remedy = "install builds that fit each other, or remove the package that raised"
+        text = f"{needed}, which is installed but cannot be imported ({why}); {remedy}"
+        raise MissingExtra(text) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -43,7 +43,7 @@ from subnetact.errors import (
     NotCalibrated,
     PrecisionError,
     SpecError,
-    missing_extra,
+    extra_needed,
 )
 from subnetact.files.documents import FolderFormat, StrPath
 from subnetact.files.tensors import MODEL, SHARD_BYTES, read_model, read_tensors, write_tensors
@@ -312,13 +312,11 @@ def _made(document: Mapping[str, Any], folder: Path, size: int, network: nn.Modu
                 "one of the same class and give it: Engine.load(directory, supernet=network), "
                 "from_pretrained(folder, model=network), or --model PKG.MOD:CLASS on the command line"
             )
-        try:
-            network = make_network(stated, folder, size)
-        except FileFormatError as error:
-            raise FileFormatError(f"{folder / INDEX}: {error}") from error
-        except ImportError as error:
-            needed = f"{folder / INDEX}: its network is of {stated['library']}; install that"
-            raise missing_extra(needed, error) from error
+        with extra_needed(f"{folder / INDEX}: its network is of {stated['library']}; install that"):
+            try:
+                network = make_network(stated, folder, size)
+            except FileFormatError as error:
+                raise FileFormatError(f"{folder / INDEX}: {error}") from error
     if isinstance(network, Supernet):
         return network
     if described is None:
