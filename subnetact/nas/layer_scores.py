@@ -163,19 +163,16 @@ class LayerScores:
         measured = [latency.latency_at(key, batch_size) for key in latency.subnets]
         return LatencyPredictor.fit(self.costs, specs, measured, batch_size)
 
-    def _limits(
-        self, budget: Mapping[str, float], latency: Measured | None
-    ) -> tuple[list[float], list[Measured]]:
+    def _limits(self, budget: Any, latency: Measured | None) -> tuple[list[float], list[Measured]]:
         """Return what a subnet may cost at most, and how the costs are measured."""
-        costs: Any = budget
-        if not isinstance(costs, Mapping) or not costs:
+        if not isinstance(budget, Mapping) or not budget:
             raise SearchError(f"budget: {shown(budget)} is no mapping; give costs by name, {{'macs': 0.6}}")
         limits, measures = list[float](), list[Measured]()
-        space = self.supernet.space
-        for name, limit in costs.items():
-            if name not in COSTS and name != LATENCY:
-                raise SearchError(f"budget: no cost {shown(name)}; choose from {', '.join(COSTS)}, {LATENCY}")
-            if name == LATENCY and not callable(latency):
+        space, known = self.supernet.space, {**{n: self._measure(n) for n in COSTS}, LATENCY: latency}
+        for name, limit in budget.items():
+            if name not in known:
+                raise SearchError(f"budget: no cost {shown(name)}; choose from {', '.join(known)}")
+            if not callable(measure := known[name]):
                 raise SearchError(
                     "budget: latency_ms needs latency=, a LatencyTable or a function of a subnet, such as a "
                     "LatencyPredictor"
@@ -183,8 +180,6 @@ class LayerScores:
             number = isinstance(limit, int | float) and not isinstance(limit, bool)
             if not number or not math.isfinite(limit) or limit <= 0:
                 raise SearchError(f"budget: {name} is a positive number, got {shown(limit)}")
-            measure = latency if name == LATENCY else self._measure(name)
-            assert measure is not None
             share = isinstance(limit, float) and limit <= 1.0
             absolute = limit * measure(space.largest()) if share else float(limit)
             if (least := measure(space.smallest())) > absolute:
