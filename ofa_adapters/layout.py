@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ofa_adapters.family import Built
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
 
+Activation: TypeAlias = Callable[[Tensor], Tensor]
 LARGEST_CHOICE = 8192
 """The largest number in a list of choices, and the most numbers in it."""
 

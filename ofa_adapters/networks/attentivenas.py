@@ -19,16 +19,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Names
 from ofa_adapters.features import raw_features
-from ofa_adapters.layout import Layout, choices, conv_norm
-from ofa_adapters.networks.mobile import (
-    KINDS,
-    SPELLINGS,
-    Activation,
-    MBConv,
-    MobileNet,
-    block_names,
-    mbconv_elastic,
-)
+from ofa_adapters.layout import Activation, Layout, choices, conv_norm
+from ofa_adapters.networks.mobile import KINDS, SPELLINGS, MBConv, MobileNet, block_names, mbconv_elastic
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible

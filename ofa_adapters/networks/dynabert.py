@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family, Shapes
-from ofa_adapters.layout import Layout, choices
+from ofa_adapters.layout import Activation, Layout, choices
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+ACTIVATIONS: Mapping[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 HEAD_FEATURES = 64
 """Features of a head if neither constructor arguments nor a configuration tell the number of heads."""
 

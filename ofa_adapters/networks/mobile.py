@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Names, Shapes
-from ofa_adapters.layout import Layout, block_axis, conv_norm, multiplier
+from ofa_adapters.layout import Activation, Layout, block_axis, conv_norm, multiplier
 from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
-
-Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MBConv(nn.Module):

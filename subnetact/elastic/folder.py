@@ -341,17 +341,15 @@ def _require_fitting(supernet: Supernet, tensors: dict[str, Tensor], folder: Pat
             f"{folder}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "
             "the supernet that was saved, made with the same arguments"
         )
-    if not own_dtype:
-        for name, kept in own.items():
-            kind = tensors[name].dtype
-            if kept.is_floating_point() and kind.is_floating_point and kept.dtype != kind:
-                kept.data = torch.empty_like(kept, dtype=kind)
-    for name, tensor in tensors.items():
-        if tensor.dtype != own[name].dtype:
+    for name, kept in own.items():
+        kind = tensors[name].dtype
+        if kept.dtype != kind and (own_dtype or not (kept.is_floating_point() and kind.is_floating_point)):
             raise FileFormatError(
-                f"{folder}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
+                f"{folder}: {name} is {kind}, the supernet's is {kept.dtype}; give a "
                 "supernet of that dtype: Engine.load(directory, supernet=...)"
             )
+        if kept.dtype != kind:
+            kept.data = torch.empty_like(kept, dtype=kind)
 
 
 def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, mapped: bool) -> None:

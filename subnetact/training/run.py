@@ -165,15 +165,14 @@ class TrainingRun:
     def _chosen(self) -> list[SubnetSpec]:
         """Return the subnets of a step; one half of the random ones have about the same size everywhere."""
         space, rng = self.supernet.space, random.Random(f"{self.settings.seed}/{self.facts['step']}")
-        if self.settings.trained is not None:
-            drawn = rng.sample(
-                self.settings.trained, min(self.settings.random_subnets, len(self.settings.trained))
-            )
-            return list(dict.fromkeys([space.largest(), *(space.check(spec).base for spec in drawn)]))
-        found = [space.largest(), space.smallest()]
-        for _ in range(self.settings.random_subnets):
-            even = rng.random() < 0.5
-            found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
+        trained, count = self.settings.trained, self.settings.random_subnets
+        if trained is not None:
+            found = [space.largest(), *rng.sample(trained, min(count, len(trained)))]
+        else:
+            found = [space.largest(), space.smallest()]
+            for _ in range(count):
+                even = rng.random() < 0.5
+                found.append(even_subnet(space, rng.random()) if even else space.sample(rng))
         return list(dict.fromkeys(spec.base for spec in found))
 
     def _note(self, losses: tuple[float, ...]) -> None:

@@ -115,9 +115,8 @@ class SandwichTraining:
         It is a mean over the `labels` that count or, as the Trainer's own loss, their sum by the `number` of
         all that count in a step. Override it for a model whose outputs are no class scores.
         """
-        if getattr(self, "_loss_shifts_labels", False) and isinstance(
-            labels, Tensor
-        ):  # Every token predicts the next one.
+        # Where it shifts labels, every token predicts the next one.
+        if getattr(self, "_loss_shifts_labels", False) and isinstance(labels, Tensor):
             scores, wanted, labels = scores[:, :-1], wanted[:, :-1], labels[:, 1:]
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != scores.shape[:-1]:
             raise self._no_scores(scores, labels)
