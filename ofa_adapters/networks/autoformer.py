@@ -117,6 +117,10 @@ class InterleavedLinear(nn.Linear):
     # So the bias that a key gets depends on the number of outputs that a subnet keeps; upstream trained its
     # supernets in this way (AutoFormer/model/module/qkv_super.py).
 
+    def product_weight(self) -> Tensor:
+        """Return the weight of the ordinary linear layer that has the same outputs, on a flat third axis."""
+        return self.weight.view(-1, 3, self.weight.shape[1]).transpose(0, 1).flatten(0, 1)
+
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, T, in_features) to (N, T, 3, out_features / 3): queries, keys, values on the third axis."""
         # One product per kind with every third row of the weight, which is read in place.

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from subnetact.device import raise_if_explained
 from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
 from subnetact.engine.graph_function import graph_function
+from subnetact.engine.head_attention import attend_by_heads
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import PackedConv, SlicedConv, plain_conv
 from subnetact.engine.packed_linear import PackedLinear, can_pack_linear, pack_linears_
@@ -95,6 +96,7 @@ class FusedProgram:
                     kind = Int8Conv if isinstance(conv, LowConv) else PackedConv if packed else SlicedConv
                     self._fuse_conv(graph, node, order, merge, kind)
         if packed:
+            attend_by_heads(graph, self.values)
             self._pack_linears(graph)
         _erase_unused(graph)
         self._overwrite_added(graph)

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.engine.packed_linear import ONEDNN, SMALLEST_ONEDNN_PRODUCT
+from subnetact.engine.packed_linear import ONEDNN, ONEDNN_ROWS, SMALLEST_ONEDNN_PRODUCT
 from subnetact.files.fork import new_lock
 from subnetact.operators.layer_traits import runs_as
 from subnetact.operators.operation_traits import OperationTraits
 
 MOST_PIXELS = 1024
-"""A small product over at most so many pixels is computed with the plain weight of a 1 x 1 convolution, which
-takes 0.3 to 0.85 times as long (`benchmarks/results/linear.json`): a call of oneDNN costs more than that."""
+"""Over at most so many pixels, a 1 x 1 convolution is a matrix product, taking about 0.9 times as long. A
+small one uses the plain weight."""
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
 FEW_PIXELS = 64
@@ -105,14 +105,23 @@ class PackedConv(nn.Module):
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self._packed(x.shape)
+        if weight.dim() == 2:
+            return self._multiplied(x, weight, other)
         if not weight.is_mkldnn:
-            if weight.dim() == 2:
-                y = F.linear(x.permute(0, 2, 3, 1), weight, self._bias).permute(0, 3, 1, 2)
-            else:
-                padding, stride, dilation, groups = self._settings
-                y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
-            return self._finished(y, other)
+            padding, stride, dilation, groups = self._settings
+            return self._finished(F.conv2d(x, weight, self._bias, stride, padding, dilation, groups), other)
         return self._convolved(x, weight, other)
+
+    def _multiplied(self, x: Tensor, weight: Tensor, other: Tensor | None) -> Tensor:
+        """Run a 1 x 1 convolution as a product over the pixels; a packed weight merges an activation."""
+        rows = x.permute(0, 2, 3, 1)
+        name, scalars = self._merged if weight.is_mkldnn and other is None else ("none", ())
+        if weight.is_mkldnn:
+            y = torch.ops.mkldnn._linear_pointwise(rows, weight, self._bias, name, scalars, "")
+        else:
+            y = F.linear(rows, weight, self._bias)
+        y = y.permute(0, 3, 1, 2)
+        return y if name != "none" else self._finished(y, other)
 
     def _finished(self, y: Tensor, other: Tensor | None) -> Tensor:
         """Add and activate, over a fresh result."""
@@ -161,8 +170,10 @@ class PackedConv(nn.Module):
             return weight.contiguous(memory_format=torch.channels_last)
         pixels = shape[0] * shape[2] * shape[3]
         pointwise = weight.shape[2:] == (1, 1) and self._settings == ([0, 0], [1, 1], [1, 1], 1)
-        if pointwise and pixels <= MOST_PIXELS and pixels * weight.numel() <= SMALLEST_ONEDNN_PRODUCT:
-            return weight.flatten(1).contiguous()
+        if pointwise and pixels <= MOST_PIXELS:
+            weight = weight.flatten(1).contiguous()
+            few = pixels * weight.numel() <= SMALLEST_ONEDNN_PRODUCT
+            return weight if few else torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_ROWS)
         packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *self._settings, shape)
         return packed
 

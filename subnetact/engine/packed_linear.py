@@ -39,8 +39,8 @@ LARGEST_ONEDNN_WIDTH = 256
 """On Intel CPUs, layers with at most as many inputs or outputs are packed for oneDNN, too."""
 ONEDNN_ROWS = 512
 """The number of rows for which weights are packed for oneDNN."""
-SMALLEST_ONEDNN_PRODUCT = 4 * 10**6
-"""On other than Intel CPUs, products of fewer multiplications are not computed by oneDNN."""
+SMALLEST_ONEDNN_PRODUCT = 10**6
+"""Products of fewer multiplications are not computed by oneDNN, whose calls take about 10 us."""
 SMALLEST_WIDTH = 512
 """On other than Intel CPUs without AVX-512, layers of fewer inputs or outputs are not packed."""
 PAGE_BYTES = 2**14
@@ -59,11 +59,15 @@ def packing_pays() -> bool:
 
 
 def can_pack_linear(module: Any) -> bool:
-    """Tell whether a module is an ordinary linear layer, float32 on the CPU, that is worth packing."""
+    """Tell whether a module is a linear layer, float32 on the CPU, that is worth packing.
+
+    A class with a forward of its own says by `product_weight` that an ordinary layer with the weight that it
+    returns has its outputs, up to a view.
+    """
     return (
         _MKL
         and isinstance(module, nn.Linear)
-        and runs_as(module, nn.Linear)
+        and (runs_as(module, nn.Linear) or hasattr(module, "product_weight"))
         and not has_hooks(module)
         and all(
             p is None or (p.device.type == "cpu" and p.dtype == torch.float32 and p.layout == torch.strided)
@@ -80,18 +84,20 @@ class PackedLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.plain = layer.weight.detach()
+        arranged: Any = getattr(layer, "product_weight", None)
+        weight = self.plain if arranged is None else arranged().detach()
         self.outputs, self.inputs = self.plain.shape
         bias = layer._parameters["bias"]
         self.bias = None if bias is None else bias.detach()
         self.mkl: Tensor | None = None
         if is_intel() or not ONEDNN:
-            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, self.plain, MKL_ROWS)
+            self.mkl = _pack(torch.ops.mkl._mkl_reorder_linear_weight, weight, MKL_ROWS)
         self.onednn: Tensor | None = None
         if ONEDNN and (self.mkl is None or min(self.plain.shape) <= LARGEST_ONEDNN_WIDTH):
-            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, self.plain, ONEDNN_ROWS)
+            self.onednn = _pack(torch.ops.mkldnn._reorder_linear_weight, weight, ONEDNN_ROWS)
         self.from_rows = ONEDNN_ROWS  # From how many rows oneDNN computes the product.
         if self.mkl is None:
-            self.from_rows = -(-SMALLEST_ONEDNN_PRODUCT // self.plain.numel())
+            self.from_rows = -(-SMALLEST_ONEDNN_PRODUCT // self.plain.numel()) if arranged is None else 1
         self.shape = torch.empty(1).expand(self.plain.shape)  # MKL needs only the shape of the plain weight.
 
     @property

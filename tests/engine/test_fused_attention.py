@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ofa_adapters import load
 from subnetact import Engine
-from subnetact.engine import packed_linear
+from subnetact.engine import head_attention, packed_linear
 from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.head_attention import HeadAttention
 from subnetact.engine.packed_linear import (
     ONEDNN_ROWS,
     SMALLEST_WIDTH,
@@ -35,9 +36,11 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True, scope="module")
 def narrow_layers_are_packed() -> Iterator[None]:
-    """Pack layers of these widths on every CPU: where that is not faster, it has to be right nevertheless."""
+    """Pack layers and attend by heads on every CPU: what is not faster has to be right nevertheless."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_linear, "SMALLEST_WIDTH", WIDTH)
+        patch.setattr(head_attention, "LEAST_PRODUCT", 0)
+        patch.setattr(head_attention, "heads_pay", lambda: packed_linear.ONEDNN)
         yield
 
 
@@ -300,6 +303,19 @@ def test_products_take_any_shape_and_any_number_of_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 0.3}, {"is_causal": True}, {"attn_mask": torch.ones(9, 11).tril()}, {"dropout_p": 0}],
+)
+def test_attention_by_heads_is_torchs_attention(options: dict[str, Any]) -> None:
+    strided = torch.randn(2, 11, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    q, k, v = strided[0, :, :, :9], strided[1], strided[2]
+    expected = F.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(HeadAttention()(q, k, v, **options), expected, rtol=1e-4, atol=1e-5)
+    expected = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+    assert torch.equal(HeadAttention()(q, k[:, :2], v[:, :2], enable_gqa=True), expected)
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "autoformer": {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5},
     "hydravit": {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 192, "num_heads": 3},
@@ -323,3 +339,5 @@ def test_families_with_attention_are_traced_and_fused(family: str) -> None:
             for rows in (2, 1):
                 torch.testing.assert_close(program(x[:rows]), expected[:rows], rtol=1e-4, atol=1e-5)
             assert program.nbytes > 0
+            plain = [v for v in program.values.values() if can_pack_linear(v)]
+            assert not plain, "a linear layer is not packed"
