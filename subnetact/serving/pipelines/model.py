@@ -22,7 +22,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph
 from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import by_name, check_accuracy, check_time
-from subnetact.serving.simulation.event_loop import EventLoop
+from subnetact.serving.simulation.event_loop import EventLoop, arriving
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
@@ -229,9 +229,9 @@ def estimate_pipeline(
         requests = requests[np.argsort(ready[requests], kind="stable")]
         share_ms = model.slo_ms * (1.0 - reserves[name])
         slo_ms: Any = (arrivals + share_ms - ready)[requests] if len(requests) else share_ms
-        policy = HullFit(table, max(share_ms, table.fastest_ms))
-        how: Any = {"floors": choice.min_accuracy, "requests": True}
-        result = EventLoop(ready[requests], table, policy, slo_ms, choice.workers, "defer", **how).run()
+        feed = arriving(None, ready[requests], slo_ms, choice.min_accuracy, 0)
+        setting = table, HullFit(table, max(share_ms, table.fastest_ms)), float(np.median(slo_ms))
+        result = EventLoop(feed, len(requests), *setting, choice.workers, "defer", requests=True).run()
         served_by = result.served_by
         accuracy = np.average(table.accuracy, weights=served_by) if any(served_by) else math.nan
         found[name] = StageEstimate(ready[requests], float(accuracy), result)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from subnetact.errors import PolicyError, WorkerDied
-from subnetact.latency.arrays import Floats
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
@@ -63,23 +62,21 @@ class EventLoop:
 
     Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
     policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
-    go first, and the suspended one goes on afterwards on the same worker. The arguments are as in `simulate`,
-    which checks them; `floors` are what `Floors` makes of the minimum accuracies.
+    go first, and the suspended one goes on afterwards on the same worker. `feed` are the requests as they
+    arrive, so many as there are `number`, `factors` those of their latencies, and `slo_ms` is what is usual.
+    The other arguments are as in `simulate`, which checks them.
     """
 
-    arrivals_ms: Floats
+    feed: Iterator[Request]
+    number: int
     table: LatencyTable
     policy: Policy
-    slo_ms: Floats
+    slo_ms: float
     workers: int
     expired: str
     _: KW_ONLY
-    noise: float = 0.0
-    rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
     overhead_ms: float = 0.0
-    floors: npt.ArrayLike = 0.0
-    priority: npt.ArrayLike = 0
-    clients: Sequence[str] | None = None
     shares: FairShares | None = None
     events: Sequence[WorkerEvent] = ()
     blocks: int = 1
@@ -90,21 +87,20 @@ class EventLoop:
 
     def __post_init__(self) -> None:
         getattr(self.policy, "reset", lambda: None)()
-        number = len(self.arrivals_ms)
         self._scheduler = Scheduler(
             self.policy,
             self.table,
             workers=self.workers,
-            slo_ms=float(np.median(self.slo_ms)),
+            slo_ms=self.slo_ms,
             expired=self.expired,
             watchdog_ms=math.inf,
             shares=self.shares,
         )
         self._result = SimulationResult(
-            requests=number,
+            requests=self.number,
             served_by=[0] * len(self.table.subnets),
             decisions=[] if self.decisions else None,
-            log=RequestLog.empty(number) if self.requests else None,
+            log=RequestLog.empty(self.number) if self.requests else None,
         )
         self._accuracy = self.table.known_accuracy()
         self._switch_ms = float(getattr(self.policy, "switch_ms", 0.0))
@@ -118,11 +114,9 @@ class EventLoop:
         self._between: list[_Run] = []  # jobs that are between two steps now
         self._last_subnet = [-1] * self.workers
         self._serial = count(1)
-        self._feed = self._arriving()
-        self._next = next(self._feed, None)  # the request that arrives next
-        self._noise = self._noise_factors() if self.noise else repeat(1.0)
+        self._next = next(self.feed, None)  # the request that arrives next
         self._bar = tqdm(
-            total=number, unit="req", unit_scale=True, delay=1, disable=not self.progress or None
+            total=self.number, unit="req", unit_scale=True, delay=1, disable=not self.progress or None
         )
 
     def run(self) -> SimulationResult:
@@ -155,7 +149,7 @@ class EventLoop:
 
     def _arrived(self, now: float) -> list[Request]:
         arrived: list[Request] = []
-        feed, request = self._feed, self._next
+        feed, request = self.feed, self._next
         while request is not None and request.accepted_ms <= now:
             arrived.append(request)
             request = next(feed, None)
@@ -187,7 +181,7 @@ class EventLoop:
 
     def _start(self, job: Job, before: _Run | None = None) -> None:
         now, worker, subnet = self._now, job.worker, job.subnet
-        took = job.expected_ms * next(self._noise) + self.overhead_ms  # which the policy does not see
+        took = job.expected_ms * next(self.factors) + self.overhead_ms  # which the policy does not see
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
                 self._result.switches += 1
@@ -261,18 +255,21 @@ class EventLoop:
         result.unserved = result.missed - result.late - result.dropped
         return result
 
-    def _arriving(self) -> Iterator[Request]:
-        """Yield the requests as they arrive, made in chunks so that memory does not grow with the trace."""
-        number = len(self.arrivals_ms)
-        given = self.arrivals_ms, self.slo_ms, self.floors, self.priority
-        columns = [np.broadcast_to(values, number) for values in given]
-        for start in range(0, number, _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            times, *asked = (column[chunk].tolist() for column in columns)
-            clients = repeat("") if self.clients is None else self.clients[chunk]
-            yield from map(Request, map(Ask, *asked, clients), times, count(start))
 
-    def _noise_factors(self) -> Iterator[float]:
-        """Yield normally distributed factors of mean 1 and standard deviation `noise`, none below 0.1."""
-        while True:
-            yield from np.maximum(self.rng.normal(1.0, self.noise, 4096), _LEAST_FACTOR).tolist()
+def arriving(clients: Sequence[str] | None, *columns: npt.ArrayLike) -> Iterator[Request]:
+    """Yield requests as they arrive, made in chunks so that memory does not grow with the trace.
+
+    Of each request, or of all, `columns` are the arrival, ms, and the fields of an `Ask` but the client.
+    """
+    whole = np.broadcast_arrays(*columns)
+    for start in range(0, len(whole[0]), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        times, *asked = (column[chunk].tolist() for column in whole)
+        names = repeat("") if clients is None else clients[chunk]
+        yield from map(Request, map(Ask, *asked, names), times, count(start))
+
+
+def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:
+    """Yield normally distributed factors of mean 1 and standard deviation `noise`, none below 0.1."""
+    while True:
+        yield from np.maximum(rng.normal(1.0, noise, 4096), _LEAST_FACTOR).tolist()

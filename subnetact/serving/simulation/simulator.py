@@ -15,7 +15,7 @@ from subnetact.serving.scheduling.checks import check_count, check_margin, check
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.simulation.event_loop import EventLoop, WorkerEvent
+from subnetact.serving.simulation.event_loop import EventLoop, WorkerEvent, arriving, noise_factors
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
@@ -122,18 +122,15 @@ def simulate(
         ranks = _per_request(priority, count, "priority", least=-(2.0**53)).astype(np.int64)
         rng = np.random.default_rng(seed)
     return EventLoop(
-        arrivals,
+        arriving(clients, arrivals, slo, floors.of_all(asked), ranks),
+        count,
         table,
         policy,
-        slo,
+        float(np.median(slo)),
         workers,
         expired,
-        noise=check_margin(noise, "noise"),
-        rng=rng,
+        factors=noise_factors(check_margin(noise, "noise"), rng),
         overhead_ms=check_margin(overhead_ms, "overhead_ms"),
-        floors=floors.of_all(asked),
-        priority=ranks,
-        clients=clients,
         shares=shares,
         events=changes,
         blocks=check_count(blocks, "blocks"),
