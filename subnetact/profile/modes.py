@@ -108,15 +108,12 @@ class TimedRunner:
             self.facts |= {"mode": modes.pop()} if len(modes) == 1 else {"fused": fused, "unfused": unfused}
             self.facts |= {"backend": engine.config.backend, "prepared": list(engine.config.prepared)}
         self.sample = engine.sample if sample is None else sample
-        self._inputs: dict[int, Any] = {}
         self._modules: dict[int, Any] = {}
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[Callable[[], Any]]:
         """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
-        if batch_size not in self._inputs:
-            self._inputs = {batch_size: batch_like(self.sample, batch_size, self.engine.device)}
-        x = self._inputs[batch_size]
+        x = batch_like(self.sample, batch_size, self.engine.device)
         run = self.engine.ready(subnet)
         if self.mode in BESIDE:
             make = getattr(self.engine.supernet, "subnet" if self.mode == "view" else "extract")
