@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from inspect import signature
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.calibration.corrections import corrections_of
+from subnetact.calibration.corrections import CorrectionRun
 from subnetact.calibration.run import CalibrationRun
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
-from subnetact.files.documents import StrPath
+from subnetact.files.documents import StrPath, checksum
 from subnetact.files.journal import Journal
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
@@ -176,7 +175,9 @@ def calibrate(
         if not given:
             raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
         with torch.inference_mode(False), torch.no_grad():
-            measured = corrections_of(supernet, narrow, given, corrections, progress)
+            fitting = CorrectionRun(supernet, given, corrections)
+            bar = tqdm(narrow, "correcting subnets", disable=not progress or None, leave=None)
+            measured = {spec: fitting.corrections(spec) for spec in bar}
         with supernet.generation.lock:
             require()
             supernet.norms.drop(narrow)
@@ -241,10 +242,10 @@ class Progress:
         self._stored: dict[str, Any] = {"run": {}, "given": 0, "seconds": 0.0, "first": "", "digest": ""}
         if path is None:
             return
-        keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
+        keys = checksum({"subnets": sorted(spec.key for spec in specs)})[:16]
         environment = {
             "weights": supernet.fingerprint(),
-            "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
+            "subnets": f"{len(specs)} of {supernet.space.id}, {keys}",
             "rule": ", ".join(sorted({rule or norm.rule for norm in supernet.norm_operators().values()})),
             "device": supernet.device.type,
             "versions": f"subnetact {__version__}, torch {torch.__version__}",

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
-from tqdm import tqdm
 
 from subnetact.comparison import tensors_in
 from subnetact.errors import SpecError
@@ -230,12 +229,3 @@ def _together(batches: Sequence[Any]) -> Any:
     except (RuntimeError, KeyError, ValueError, TypeError) as error:
         shapes = "; ".join(describe_input(batch) for batch in batches[:3])
         raise SpecError(f"corrections: batches of one shape are needed, got {shapes}") from error
-
-
-def corrections_of(
-    supernet: Supernet, specs: Sequence[SubnetSpec], batches: Sequence[Any], rank: int, progress: bool
-) -> dict[SubnetSpec, dict[str, Correction]]:
-    """Return the corrections of subnets, by subnet and layer."""
-    run = CorrectionRun(supernet, batches, rank)
-    bar = tqdm(specs, "correcting subnets", disable=not progress or None, leave=None)
-    return {spec: run.corrections(spec) for spec in bar}

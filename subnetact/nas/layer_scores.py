@@ -107,9 +107,7 @@ class LayerScores:
             >>> spec = scores.best({"macs": 0.6})
             >>> supernet.subnet(spec)
         """
-        self._require_weights()
-        limits, measures = self._limits(budget, self._latency(latency, batch_size))
-        return self._within(limits, measures)
+        return self._within(*self._limits(budget, self._latency(latency, batch_size)))
 
     def front(
         self,
@@ -135,7 +133,6 @@ class LayerScores:
         """
         if type(n) is not int or n < 2:
             raise SearchError(f"front: {shown(n)} is no whole number of at least 2")
-        self._require_weights()
         space = self.supernet.space
         (most,), (measure,) = self._limits({cost: 1.0}, self._latency(latency, batch_size))
         least = measure(space.smallest())
@@ -164,7 +161,8 @@ class LayerScores:
         return LatencyPredictor.fit(self.costs, specs, measured, batch_size)
 
     def _limits(self, budget: Any, latency: Measured | None) -> tuple[list[float], list[Measured]]:
-        """Return what a subnet may cost at most, and how the costs are measured."""
+        """Return what a subnet may cost at most, and how the costs are measured; the scores must be valid."""
+        self._require_weights()
         if not isinstance(budget, Mapping) or not budget:
             raise SearchError(f"budget: {shown(budget)} is no mapping; give costs by name, {{'macs': 0.6}}")
         limits, measures = list[float](), list[Measured]()

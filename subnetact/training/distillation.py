@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -137,11 +136,10 @@ def distill_(
             optimizer=settings.optimizer or torch.optim.AdamW(parameters, settings.learning_rate),
             scaler=torch.amp.GradScaler(device.type, enabled=settings.autocast is torch.float16),
         )
-        keys = blake2b("\n".join(spec.key for spec in specs).encode(), digest_size=8).hexdigest()
         environment = {
             **settings.to_json(),
             "teacher": teacher if isinstance(teacher, str | None) else "a network",
-            "subnets": keys,
+            "subnets": [spec.key for spec in specs],
             "weights": "" if settings.resume is None else supernet.fingerprint(),
         }
         kept = {"scheduler": settings.scheduler} if settings.scheduler is not None else {}
