@@ -44,7 +44,7 @@ from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LoweredWeight, sliced_low
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import PackedCopy, follow_, frozen_parameter
-from subnetact.operators.segments import Kept, Runs, Segments, cut_runs, sorted_runs
+from subnetact.operators.segments import Kept, Runs, Segments, cut
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import HOOKS, called_module, view_module
 from subnetact.operators.weight_runs import LinearInRuns
@@ -277,8 +277,8 @@ class Operator(ReadThrough):
                 kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
                 sides = {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept}
                 narrow = {i: k.runs() for i, k in sides.items() if not (self.checks and k.sizes == k.lengths)}
-                runs = known[name] = sorted_runs(narrow)
-            sliced[name] = cut_runs(tensor, runs) if runs and tensor is not None else tensor
+                runs = known[name] = sorted(narrow.items(), key=lambda item: len(item[1]))
+            sliced[name] = cut(tensor, runs) if runs and tensor is not None else tensor
         return sliced
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -387,26 +387,21 @@ class Operator(ReadThrough):
         given = self.view_tensors(sizes, bits)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
         copies = {storage_id(t): (p, name) for p in self.packed_copies() for name, t in p.tensors.items()}
-        made: dict[str, Tensor | None] = {}
-        apart: set[str] = set()
-        for name, tensor in given.items():
-            if tensor is None:
-                made[name] = None
-            elif storage_id(tensor) in copies:
-                packed, whole = copies[storage_id(tensor)]
-                made[name] = packed.frozen(whole, tensor)
-            else:
-                made[name] = frozen_parameter(tensor)
-                if storage_id(tensor) not in own:
-                    apart.add(name)
+        apart = {n for n, t in given.items() if t is not None and storage_id(t) not in own | copies.keys()}
         if apart:
 
             def make() -> dict[str, Tensor | None]:
                 return {n: t for n, t in self.view_tensors(sizes, bits).items() if n in apart}
 
             packed = self.packed(("sizes", bits, sizes), make)
-            made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
-        return made
+            given = given | packed.tensors
+            copies |= {storage_id(t): (packed, name) for name, t in packed.tensors.items()}
+
+        def frozen(tensor: Tensor) -> Tensor:
+            copy, name = copies.get(storage_id(tensor), (None, ""))
+            return frozen_parameter(tensor) if copy is None else copy.frozen(name, tensor)  # type: ignore[no-any-return]
+
+        return {name: None if t is None else frozen(t) for name, t in given.items()}
 
     # -- packed copies ---------------------------------------------------------------------------
 

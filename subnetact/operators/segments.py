@@ -8,7 +8,6 @@ are packed copies, made once per layer and slice. A TorchScript file slices, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -91,18 +90,11 @@ class Kept:
         return found
 
 
-def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
-    """Return what is `kept` of some axes of a tensor: a view if it is one run of each, otherwise a copy."""
-    return cut_runs(tensor, sorted_runs({axis: part.runs() for axis, part in kept.items()}))
+def cut(tensor: Tensor, runs: Runs) -> Tensor:
+    """Return the given runs of some axes of a tensor: a view if it is one run of each, otherwise a copy.
 
-
-def sorted_runs(runs: Mapping[int, list[tuple[int, int]]]) -> Runs:
-    """Return runs by axis in the order in which `cut_runs` takes them: copies last, of the least."""
-    return sorted(runs.items(), key=lambda item: len(item[1]))
-
-
-def cut_runs(tensor: Tensor, runs: Runs) -> Tensor:
-    """Return the given runs of some axes of a tensor, as `cut` does."""
+    Axes of several runs come last, so that copies are of the least.
+    """
     if len(runs) > 1 and type(tensor) is nn.Parameter and all(len(pieces) == 1 for _, pieces in runs):
         shape, offset = list(tensor.shape), tensor.storage_offset()
         for axis, ((start, shape[axis]),) in runs:

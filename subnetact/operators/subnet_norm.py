@@ -82,7 +82,7 @@ class SubnetNorm(Operator):
 
         The result, of shape (channels,), is a slice, or a copy if it consists of segments that do not touch.
         """
-        return cut(full, {0: self.kept_parts(self.sizes(row))[0]})
+        return cut(full, [(0, self.kept_parts(self.sizes(row))[0].runs())])
 
     def scatter_(self, row: SizeRow, full: Tensor, part: Tensor) -> None:
         """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
