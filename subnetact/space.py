@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -364,6 +364,11 @@ class SubnetSpace:
     def largest(self) -> SubnetSpec:
         """Return the subnet with the last choice in every slot."""
         return self.chosen(itemgetter(-1))
+
+    def narrowed(self, places: Collection[Place]) -> SubnetSpec:
+        """Return the largest subnet, but with the first choices in some slots: pairs of axis and position."""
+        narrow = (place in places for place, _ in self._slots())
+        return self.chosen(lambda choices: choices[0 if next(narrow) else -1])
 
     @overload
     def sample(self, rng: Rng | int, n: None = None) -> SubnetSpec: ...

@@ -72,10 +72,8 @@ class CheckReport:
 
 def corners(space: SubnetSpace) -> list[SubnetSpec]:
     """Return the largest subnet, the smallest one, and each axis alone at its smallest, all at float32."""
-    largest = {axis.name: tuple(slot.choices[-1] for slot in axis.slots) for axis in space.axes}
-    found = [space.largest(), space.smallest()]
-    for axis in space.axes:
-        found.append(space.spec(**{**largest, axis.name: tuple(slot.choices[0] for slot in axis.slots)}))
+    axes = ([(axis.name, i) for i in range(len(axis.slots))] for axis in space.axes)
+    found = [space.largest(), space.smallest(), *map(space.narrowed, axes)]
     return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
 
 

@@ -58,12 +58,13 @@ def _scopes(network: nn.Module, space: SubnetSpace) -> list[set[str]]:
             while around and isinstance(template_of(modules[around]), nn.ModuleList | nn.ModuleDict):
                 around = around.rpartition(".")[0]
             seen_in.setdefault(position, set()).update({path, f"{around}()"})
-    largest, full, scopes = space.values(space.largest()), space.resolve(space.largest()), list[set[str]]()
+    largest, full, scopes = space.largest(), space.resolve(space.largest()), list[set[str]]()
     for axis in space.axes:
         for i, slot in enumerate(axis.slots if axis.name != PRECISION else ()):
-            values = [slot.choices[0] if i == j else value for j, value in enumerate(largest[axis.name])]
-            row = space.resolve(space.spec(**{**largest, axis.name: values}))
-            changed = [at for at, sizes in enumerate(zip(row, full, strict=True)) if sizes[0] != sizes[1]]
+            when = slot.used_when if largest[axis.name][i] is None else None
+            gate = [] if when is None else [(when.axis, when.slot)]
+            pairs = zip(space.resolve(space.narrowed([(axis.name, i), *gate])), full, strict=True)
+            changed = [at for at, sizes in enumerate(pairs) if sizes[0] != sizes[1]]
             scopes.append(set[str]().union(*(seen_in.get(at, ()) for at in changed)))
     return scopes
 

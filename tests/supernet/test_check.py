@@ -16,7 +16,7 @@ from small_spaces import space_of
 from torch import Tensor, nn
 from written_networks import Written
 
-from subnetact import Supernet, insert_
+from subnetact import Axis, SubnetSpace, Supernet, insert_
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import (
     ElasticAttribute,
@@ -27,6 +27,7 @@ from subnetact.operators import (
     SubnetNorm,
     WeightSlice,
 )
+from subnetact.space import Slot, UsedWhen
 from subnetact.supernet.check import corners
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -69,6 +70,20 @@ def test_all_corners_run_and_equal_the_masked_original() -> None:
         torch.testing.assert_close(tensor, before[name][0], rtol=0, atol=0)
     assert supernet.norms.get(supernet.space.smallest()) is None
     assert [spec.key for spec in corners(space_of(a=[1, 2], b=[3]))] == ["a=2 b=3", "a=1 b=3"]
+
+
+def test_a_choice_that_only_narrow_subnets_have_is_checked() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)).eval()
+    gate, widths = Slot("it", (0, 1)), Slot("it", (2, 4, 8), UsedWhen("gate", 0, (0,)))
+    sizes = lambda v: {"w": v["w"][0] or 8, "z": 4 + 4 * v["gate"][0]}  # noqa: E731
+    space = SubnetSpace("s", [Axis("gate", (gate,)), Axis("w", (widths,))], sizes)
+    elastic = {
+        "0": WeightSlice.on(out="w"),
+        "1": WeightSlice.on(in_="w", out="z"),
+        "2": WeightSlice.on(in_="z"),
+    }
+    report = insert_(network, space, elastic).check(torch.randn(3, 4))
+    assert {spec.key for spec in report.compared} == {f"gate=0 w={w}" for w in (2, 4, 8)}
 
 
 def concatenating(narrowed_last: bool) -> Supernet:
