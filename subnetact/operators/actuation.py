@@ -43,10 +43,6 @@ class Run(NamedTuple):
     is_largest: bool = False
 
 
-def _no_supernet() -> None:
-    return None
-
-
 _running: ContextVar[tuple[tuple[Any, Run], ...]] = ContextVar("running", default=())
 
 
@@ -68,14 +64,14 @@ class Actuation:
     def __init__(self, largest: Run, norms: Any) -> None:
         self.largest = self.active = largest
         self.norms, self.moving = norms, None
-        self.supernet: Callable[[], Any] = _no_supernet
+        self.supernet: Callable[[], Any] = type(None)
         self._changes: dict[int, deque[tuple[int, Run]]] = {}
         self._calls: dict[int, list[Any]] = {}
         self._buffered: tuple[int | None, list[nn.Module]] = (None, [])
 
     def __getstate__(self) -> dict[str, Any]:
         inner: dict[str, Any] = {"_changes": {}, "_calls": {}, "_buffered": (None, [])}
-        return {**vars(self), "supernet": _no_supernet, **inner}
+        return {**vars(self), "supernet": type(None), **inner}
 
     def leave(self, network: nn.Module) -> None:
         """Watch the calls of a network no longer."""
@@ -111,14 +107,10 @@ class Actuation:
             spec = space.check(spec)
         return Run(spec, space.resolve(spec), spec.base == self.largest.spec.base)
 
-    def corrected(
-        self, module: nn.Module, run: Run, path: str, copied: Callable[[nn.Module], nn.Module] | None = None
-    ) -> nn.Module:
-        """Return a module of a subnet that runs with its correction, if the subnet has one there."""
+    def corrected(self, module: nn.Module, run: Run, path: str) -> nn.Module:
+        """Return a module of a subnet that runs, with its correction in place, if it has one there."""
         row = self.norms.get(run.spec)
-        if row is None or path not in row.corrected:
-            return module
-        return row.correct_(copied(module) if copied else module, path)  # type: ignore[no-any-return]
+        return module if row is None else row.correct_(module, path)
 
     def asked(self) -> Run | None:
         """Return the subnet that was asked for in this thread or task, or None."""
@@ -157,13 +149,13 @@ class Actuation:
         require_same_subnet(network, supernet, run.row)
         token = _running.set(((self, run), *_running.get()))
         self._note(run)
-        _put_numbers(network, run.row)
+        vars(network).update(numbers_of_layers(network, run.row))
         try:
             yield
         finally:
             _running.reset(token)
             self._note(self.asked() or self.active)
-            _put_numbers(network, (self.asked() or self.largest).row)
+            vars(network).update(numbers_of_layers(network, (self.asked() or self.largest).row))
 
     def _buffers(self, network: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
         """Return the buffers that no operator holds, with their modules, names, versions and values."""
@@ -201,10 +193,9 @@ class Actuation:
                     module._buffers[name] = buffer
 
 
-def _put_numbers(network: nn.Module, row: SizeRow) -> None:
-    """Give a network its `OF_LAYERS` in a subnet."""
-    of_layers = vars(network).get(OF_LAYERS, {})
-    vars(network).update({name: max(row[i] for i in at) for name, at in of_layers.items()})
+def numbers_of_layers(network: nn.Module, row: SizeRow) -> dict[str, Any]:
+    """Return the `OF_LAYERS` of a network, or of a module, in a subnet."""
+    return {name: max(row[i] for i in at) for name, at in vars(network).get(OF_LAYERS, {}).items()}
 
 
 def plain_trainer_error(trainer: str) -> TrainingError:

@@ -136,9 +136,8 @@ class Operator(ReadThrough):
         precision_dim: the position in the size row of the bits of the weight. If None, it stays as it is in
             every subnet.
         packs: whether slices of linear layers in several runs become packed copies (`Supernet.packs`).
-        placed: whether the operator is in the place of its template, so that other attributes are those of
-            that.
-        actuation: what says which subnet runs when the network is called; None outside of supernets.
+        actuation: what says which subnet runs when the network is called; None outside of supernets. With
+            it, the operator is in the place of its template, so that other attributes are those of that.
         checks: whether sizes are compared with the legal ones. Export switches this off to trace symbolic
             sizes.
     """
@@ -149,7 +148,6 @@ class Operator(ReadThrough):
     precision_dim: int | None = None
     packs: bool = True
     template: Any
-    placed: bool = False
     actuation: Actuation | None = None
     checks: bool = True
 
@@ -394,12 +392,12 @@ class Operator(ReadThrough):
                 return {n: t for n, t in self.view_tensors(sizes, bits).items() if n in apart}
 
             packed = self.packed(("sizes", bits, sizes), make)
-            given = given | packed.tensors
+            given = {**given, **packed.tensors}
             copies |= {storage_id(t): (packed, name) for name, t in packed.tensors.items()}
 
         def frozen(tensor: Tensor) -> Tensor:
             copy, name = copies.get(storage_id(tensor), (None, ""))
-            return frozen_parameter(tensor) if copy is None else copy.frozen(name, tensor)  # type: ignore[no-any-return]
+            return frozen_parameter(tensor) if copy is None else copy.frozen(name, tensor)
 
         return {name: None if t is None else frozen(t) for name, t in given.items()}
 
@@ -476,7 +474,7 @@ class Operator(ReadThrough):
         return type(self).__name__
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.placed and not (name in self.__dict__ or hasattr(type(self), name)):
+        if self.actuation is not None and not (name in self.__dict__ or hasattr(type(self), name)):
             setattr(self.template, name, value)
         else:
             super().__setattr__(name, value)
@@ -539,8 +537,8 @@ class Operator(ReadThrough):
             operator = type(self)(module, self.path, self.dims, *([self.segments] if self.segments else []))
             if all(operator.full(part) == self.full(part) for part in self.dims if part in self.parts):
                 operator.check()
-                settings = ("actuation", "packs", "precision_dim", "placed")
-                vars(operator).update({n: v for n, v in vars(self).items() if n in settings})
+                operator.actuation, operator.packs = self.actuation, self.packs
+                operator.precision_dim = self.precision_dim
                 return operator
         return None
 

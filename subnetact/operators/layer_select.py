@@ -87,11 +87,10 @@ class LayerSelect(Operator):
     def module_of(self, run: Run) -> Any:
         """Return the container of the layers that the subnet of a `run` keeps, and of identities."""
         kept = self.kept(run.row)
-        modules = {n: module if n in kept else self._stand_in(n) for n, module in self._modules.items()}
+        modules: dict[str, Any] = {n: m if n in kept else self._stand_in(n) for n, m in self._modules.items()}
         if not self.training and self.actuation is not None:
             for name in modules.keys() - kept:
-                given = self._stand_in(name), run, self.path_of(name)
-                modules[name] = self.actuation.corrected(*given, copied=copy)
+                modules[name] = self.actuation.corrected(copy(modules[name]), run, self.path_of(name))
         return called_module(self, {}, {}, modules, {})
 
     def _layers(self, inside: bool) -> dict[str, nn.Module | None]:

@@ -145,12 +145,9 @@ class SubnetNorm(Operator):
             SpecError: the statistics are of another number of channels.
         """
         sizes = self.sizes(row)
-        if self.checks:
-            shape = self.totals(sizes)[:1]
-            if mean.shape != shape or var.shape != shape:
-                raise SpecError(
-                    f"{self.path}: the subnet has {shape[0]} channels, its statistics {mean.numel()}"
-                )
+        if self.checks and not mean.shape == var.shape == self.totals(sizes)[:1]:
+            channels = self.totals(sizes)[0]
+            raise SpecError(f"{self.path}: the subnet has {channels} channels, its statistics {mean.numel()}")
         buffers = dict(zip(_STATISTICS, (mean, var), strict=True), num_batches_tracked=self.batches_tracked())
         given = self.parameters_of(sizes, trainable)
         bound = view_module(self.shell, parameters=given, buffers=buffers, **self.attributes(sizes))

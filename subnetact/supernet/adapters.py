@@ -105,6 +105,5 @@ def slices_of(layer: nn.Module, base: Any, path: str) -> dict[nn.Module, Operato
             kind: Any = _Table if isinstance(module, nn.ParameterDict) else WeightSlice
             operator = slices[module] = kind(module, f"{path}.{name}", *followed)
             operator.check()
-            settings = ("actuation", "packs", "placed")
-            vars(operator).update({n: v for n, v in vars(base).items() if n in settings})
+            operator.actuation, operator.packs = base.actuation, base.packs
     return slices

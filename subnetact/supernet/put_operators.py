@@ -52,8 +52,6 @@ def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str,
     fixed = (n for n, m in modules.items() if m not in operators and list(m.parameters(recurse=False)))
     report = InsertReport(described, tuple(fixed))
     exchange_modules_(network, operators)
-    for operator in operators.values():
-        operator.placed = True
     numbers = _numbers_of_layers(network, operators.values())
     if numbers and network not in operators:
         vars(network)[OF_LAYERS] = numbers
