@@ -219,10 +219,7 @@ class CostModel:
         """Make the view of one module out of the views of its submodules."""
         views: dict[str, _CountedModule] = {}
 
-        def child(name: str) -> nn.Module | None:
-            submodule = module._modules[name]
-            if submodule is None:
-                return None
+        def child(name: str, submodule: nn.Module) -> nn.Module:
             views[name] = self._view(submodule, row)
             return views[name].module
 

@@ -101,15 +101,13 @@ class _Recording:
         return self.done[id(module)]
 
     def _bind(self, module: nn.Module, path: str) -> nn.Module:
-        def child(name: str) -> nn.Module | None:
-            inner, place = module._modules[name], f"{path}.{name}" if path else name
-            if inner is None:
-                return None
+        def child(name: str, inner: nn.Module) -> nn.Module:
+            place = f"{path}.{name}".lstrip(".")
             gate = module.gate(name) if isinstance(module, LayerSelect) else None
             return self.bind(inner, place) if gate is None else self._skippable(inner, place, gate)
 
         if isinstance(module, LayerSelect):
-            return module.select({name: child(name) for name in module._modules})
+            return module.select({n: None if m is None else child(n, m) for n, m in module._modules.items()})
         if is_layer(module, derived=False) and not operators_in(module):
             name = f"module_{len(self.modules)}"
             self.modules[name] = _scripted(module, path)

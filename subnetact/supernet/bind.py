@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from subnetact.operators.actuation import OF_LAYERS
+from subnetact.operators.actuation import numbers_of_layers
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
@@ -29,16 +29,12 @@ def bind(
     """Return the network of one subnet; `norm` makes its BatchNorms, `frozen` what no operator slices."""
     done: dict[int, nn.Module] = {}
 
-    def visit(module: nn.Module | None) -> nn.Module | None:
-        if module is not None and id(module) not in done:
-            children = module._modules
-            done[id(module)] = bind_module(
-                module, row, lambda name: visit(children[name]), norm, trainable, frozen
-            )
-        return done.get(id(module))
+    def visit(_: str, module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            done[id(module)] = bind_module(module, row, visit, norm, trainable, frozen)
+        return done[id(module)]
 
-    visit(network)
-    return done[id(network)]
+    return visit("", network)
 
 
 def private_buffers() -> Callable[[Tensor], Tensor]:
@@ -56,15 +52,16 @@ def private_buffers() -> Callable[[Tensor], Tensor]:
 def bind_module(
     module: nn.Module,
     row: SizeRow,
-    child: Callable[[str], nn.Module | None],
+    child: Callable[[str, nn.Module], nn.Module],
     norm: NormBinding,
     trainable: bool = False,
     frozen: Freezing = None,
 ) -> nn.Module:
-    """Return one module of a subnet; `child` returns its submodules, and is asked only for those it keeps."""
+    """Return one module of a subnet; `child` binds its submodules by name, those that the subnet keeps."""
+    names = module.kept(row) if isinstance(module, LayerSelect) else module._modules
+    modules = {n: None if (inner := module._modules[n]) is None else child(n, inner) for n in names}
     if isinstance(module, LayerSelect):
-        return module.select({name: child(name) for name in module.kept(row)})
-    modules = {name: child(name) for name in module._modules}
+        return module.select(modules)
     if isinstance(module, Operator):
         bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
         if modules:
@@ -76,8 +73,8 @@ def bind_module(
         buffers: dict[str, Any] = module._buffers
         if frozen is not None:
             own, buffers = each_tensor(own, frozen), each_tensor(buffers, frozen)
-        of_layers = {name: max(row[i] for i in at) for name, at in vars(module).get(OF_LAYERS, {}).items()}
-        bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **of_layers)
+        numbers = numbers_of_layers(module, row)
+        bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **numbers)
     if trainable:
         object.__setattr__(bound, "training", module.training)
     if "_shell" in vars(module):  # It has no hooks; the operator and its template may.
