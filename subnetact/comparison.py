@@ -120,9 +120,7 @@ def is_cache(value: Any) -> bool:
 def is_as_near(found: Any, other: Any, exact: Any) -> bool:
     """Tell whether an output is not much farther from an exact one than another output is."""
     leaves = [tensors_in(one) for one in (found, other, exact)]
-    if len({len(one) for one in leaves}) > 1:
-        return False
-    return all(map(_is_as_near, *leaves))
+    return len({len(one) for one in leaves}) == 1 and all(map(_is_as_near, *leaves))
 
 
 def _is_as_near(found: Tensor, other: Tensor, exact: Tensor) -> bool:

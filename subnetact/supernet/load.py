@@ -19,7 +19,7 @@ from subnetact.operators import SubnetNorm
 from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import hash_of
-from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.norm_table import NormTable, required_table
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -76,7 +76,10 @@ def load_(
     supernet: Any, state_dict: Mapping[str, Any], strict: bool, assign: bool, norms: NormTable | None
 ) -> Any:
     """Load what fits, as `Supernet.load_state_dict` says; a failure leaves everything as it was."""
-    network, generation = supernet.network, supernet.generation
+    if norms is not None:
+        required_table(norms, supernet.space.id)
+    network, generation = supernet._present(), supernet.generation
+    state_dict = fitting(state_dict, network.state_dict(), strict)
     with generation.lock:
         table, keep_rows = supernet.norms, None if norms is not None else _rows_before(supernet)
         modules: Any = network.modules() if assign else ()

@@ -52,7 +52,7 @@ class NormRow:
         corrected: Mapping[str, tuple[int, int, int]] | None = None,
     ) -> None:
         total, shapes = sum(channels.values()), dict(corrected or {})
-        numbers = 2 * total + sum(map(_numbers_of, shapes.values()))
+        numbers = 2 * total + sum(r * i + o * r + o for r, i, o in shapes.values())
         if flat.shape != (numbers,):
             raise SpecError(
                 f"a statistics row of {total} channels and {len(shapes)} corrections needs shape "
@@ -112,11 +112,6 @@ class NormRow:
     def correct_(self, module: nn.Module, name: str) -> nn.Module:
         """Return a `module` of the subnet, the layer `name`, with its correction, if it has one, in place."""
         return correct_(module, self.corrections()[name]) if name in self.corrected else module
-
-
-def _numbers_of(shape: tuple[int, int, int]) -> int:
-    rank, inputs, outputs = shape
-    return rank * inputs + outputs * rank + outputs
 
 
 class NormTable:

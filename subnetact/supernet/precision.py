@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,7 +74,7 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def layer_errors(view: nn.Module, low: nn.Module, x: Any) -> dict[str, float]:
-    """Return how far each layer of `low` is off on the inputs that it has in `view`, which is at float32."""
+    """Return how far each layer of `low` is off on its inputs in `view`, the private one at float32."""
     found: dict[str, float] = {}
 
     def note(path: str, module: Any, _: Any, args: Sequence[Any], output: Any) -> None:
@@ -83,10 +82,9 @@ def layer_errors(view: nn.Module, low: nn.Module, x: Any) -> dict[str, float]:
         off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
         found[path] = max(found.get(path, 0.0), float(off))
 
-    with ExitStack() as hooks, torch.inference_mode():
-        for path, module in low.named_modules():
-            if isinstance(module, Low):
-                hooked = view.get_submodule(path)
-                hooks.enter_context(hooked.register_forward_hook(partial(note, path, module)))
+    for path, module in low.named_modules():
+        if isinstance(module, Low):
+            view.get_submodule(path).register_forward_hook(partial(note, path, module))
+    with torch.inference_mode():
         call_with(view, x)
     return found

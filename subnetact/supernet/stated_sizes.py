@@ -46,9 +46,8 @@ def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
             if tensor is not None and full is not None and tensor.dim() == full.dim():
                 axes = list(zip(full.shape, tensor.shape, strict=True))
                 sizes.update(axes[:0:-1] if id(module) in head else axes[::-1])
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(f"{path}.{name}".lstrip("."), child)
+        for name, child in module.named_children():
+            walk(f"{path}.{name}".lstrip("."), child)
         for name in () if original is None else set(FEATURES) - _names_of(type(module)):  # type: ignore[arg-type]
             stated = number_of(original, name)
             if name in vars(module) and number_of(module, name) == stated:

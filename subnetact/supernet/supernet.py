@@ -40,7 +40,6 @@ from subnetact.supernet.load import (
     after_outer_load,
     before_outer_load,
     exchange_storage_,
-    fitting,
     load_,
     statistics_of_largest,
     warn_of_shared,
@@ -813,9 +812,6 @@ class Supernet(ReadThrough):
             CheckpointError: what is given does not fit. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
-        if norms is not None:
-            required_table(norms, self.space.id)
-        state_dict = fitting(state_dict, self._present().state_dict(), strict)
         return load_(self, state_dict, strict, assign, norms)
 
     def tensors(self) -> list[Tensor]:

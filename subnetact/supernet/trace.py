@@ -67,9 +67,7 @@ class _TensorProxy(fx.Proxy):
         self.tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
-        if name in _KNOWN:
-            return getattr(self.tensor, name)
-        return super().__getattr__(name)
+        return getattr(self.tensor, name) if name in _KNOWN else super().__getattr__(name)
 
     def __len__(self) -> int:
         return len(self.tensor)
