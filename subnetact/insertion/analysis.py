@@ -34,8 +34,6 @@ CONCATENATIONS = calls_of("concatenation")
 PRODUCTS_WITH_WEIGHTS = ("linear", "conv1d", "conv2d", "conv3d", "matmul", "addmm", "einsum")
 WRITTEN = {"assigned": "x[...] = ...", "getitem": "x[...]"}
 """How users write functions whose names they do not know."""
-BY_THE_FORWARD = "the forward"
-"""What a reason begins with that is meant for users."""
 EFFECTS = {
     **{"mean": "averages over", "roll": "shifts", "flip": "reverses the order of", "sort": "sorts"},
     "assigned": "writes over some of",
@@ -145,10 +143,7 @@ class TracedModel:
             raise _Refused("it has one output only")
         masks, each, full = self._halved(axis, outputs)
         kept = full // 2
-        try:
-            removed = self._removed(masks)
-        except _Refused as refused:
-            raise self._refusal(str(refused), masks, axis) from None
+        removed = self._removed(masks)
         unit = self._unit(masks)
         if unit > 1 and each % unit == 0:
             full, kept = full * unit, kept * unit
@@ -164,8 +159,6 @@ class TracedModel:
                 moving = (node for node in self._relations.touched(masks) if self._relations.moves(node))
                 node = next((node for node in moving if called_name(node) in EFFECTS), None)
                 raise _Refused(str(disordered) if node is None else self._effect(node)) from None
-        if not any((m.module, m.part) == (layer, "out") for m in members):
-            raise _Refused("its outputs are not sliced on their own")
         totals = {full, *(m.multiple * full for m in members if m.part == "out")}
         numbers = dict.fromkeys(self._numbers(masks, full, totals))  # several reshapes may read one number
         members += [n for n in numbers if n.module not in {m.module for m in members if "." not in m.part}]
@@ -305,7 +298,7 @@ class TracedModel:
         path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
         name = called_name(node)
         return (
-            f"{BY_THE_FORWARD} {EFFECTS.get(name, 'moves or mixes')} its outputs, "
+            f"the forward {EFFECTS.get(name, 'moves or mixes')} its outputs, "
             f"with {WRITTEN.get(name, name)} in {path or 'the model itself'} ({kind.__name__}): the first "
             "ones alone would give something else; it stays whole, unless the forward treats each output by "
             "itself"
@@ -389,9 +382,6 @@ class _Attribute(int):
     path: str
     name: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Attribute:
-        return self
-
 
 def _name_numbers_(model: nn.Module) -> None:
     """Give names to the whole numbers of users' modules."""
@@ -473,21 +463,19 @@ def is_rank(modules: Mapping[str, Any], first: str, last: str) -> bool:
 
 
 def _recorded(model: nn.Module, example: Any) -> Recording:
-    """Record a model, and put back what its forward counts if it does nothing else with it."""
+    """Record a model, or refuse it if it changes attributes that are numbers other than to count with."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     recording, count = recorded(model, example), _Count()
     counts = [
-        (now, name, value)
+        (now, name)
         for now, former in before
         for name, value in former.items()
         if type(now.get(name)) in (int, float) and str(now[name]) != str(value)
     ]
-    for now, name, _ in counts:
+    for now, name in counts:
         now[name] = count
     # A set asks for hashes, so that what is returned is read, too.
     error = failure(lambda *a, **k: set(tree_leaves(model(*a, **k))), example) if counts else None
-    for now, name, value in counts:
-        now[name] = value
     if error or count.reads:
         raise InsertError("its forward changes attributes of the model, such as a counter that it reads")
     return recording

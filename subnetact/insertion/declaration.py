@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,14 @@ STREAM = "stream"
 NOT_ASKED = f"its outputs are those of the stream, which is tried if axes names it: axes=({STREAM!r}, ...)"
 
 
-class Declaration(NamedTuple):
-    """Groups without choices, blocks that may be skipped with the shapes of their inputs, and refusals.
+def declared(
+    model: nn.Module, example: Any, stream: bool = False
+) -> tuple[list[Group], dict[str, torch.Size], dict[str, str], Observation]:
+    """Return what can be elastic in a transformer, as far as the model declares it, and what was observed.
 
-    `blocks` are those of stacks of transformers; what is `observed` has all others that are residual, too.
+    That are groups without choices, blocks of stacks of transformers that may be skipped, with the shapes of
+    their inputs, and refusals. What was observed has all other blocks that are residual, too.
     """
-
-    groups: list[Group]
-    blocks: dict[str, torch.Size]
-    refused: dict[str, str]
-    observed: Observation
-
-
-def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaration:
-    """Return what can be elastic in a transformer, as far as the model declares it."""
     observed = Observation(model, example)
     trials = _Trials(observed)
     groups: list[Group] = []
@@ -95,7 +89,7 @@ def declared(model: nn.Module, example: Any, stream: bool = False) -> Declaratio
             groups.append(channels)
         elif all(t.shape[-1:] != (channels.full,) for t in tensors_in(observed.calls[""].output)):
             refused |= dict.fromkeys([m.module for m in channels.members if m.part == "out"], NOT_ASKED)
-    return Declaration(groups, blocks, refused, observed)
+    return groups, blocks, refused, observed
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -122,7 +116,8 @@ class Observation:
         self.model = model
         self.modules = dict(model.named_modules())
         self.blocks = [b for p, m in self.modules.items() for b in _blocks_of(p, m) if b in self.modules]
-        self.sides = {path: sides for path, m in self.modules.items() if (sides := _sides(m)) is not None}
+        kinds = {path: traits_of(module).kind for path, module in self.modules.items()}
+        self.layers = [path for path, kind in kinds.items() if kind in ("linear", "attention")]
         self.residual: dict[str, torch.Size] = {}
         self.traced = TracedModel(self._watched(), example)
         if self.traced.recording is not None:
@@ -136,34 +131,21 @@ class Observation:
         modules = dict(copied.named_modules())
         self.calls: dict[str, _Call] = {}
         self.stacks = StackWatch(modules)
-        for path in {p[:i] for p in self.sides for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
+        for path in {p[:i] for p in self.layers for i in (0, *(m.start() for m in re.finditer(r"\.", p)))}:
             modules[path].register_forward_hook(partial(self._note, path), with_kwargs=True)
         return copied
 
     def block_of(self, path: str) -> str | None:
         """Return the innermost block around a module, or None."""
-        inside = [b for b in self.blocks if f"{path}.".startswith(f"{b}.") and b in self.calls]
-        return max(inside, key=len, default=None)
+        return next((p for p in around(path) if p in self.blocks and p in self.calls), None)
 
     def unit_of(self, paths: Sequence[str]) -> str:
         """Return the innermost block around some modules, or the called module if there is none."""
-        unit = _common(paths)
-        while unit not in self.calls:
-            unit = _parent(unit)
+        unit = next(path for path in around(_common(paths)) if path in self.calls)
         return self.block_of(unit) or unit
 
     def _note(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         self.calls.setdefault(path, _Call(args, dict(kwargs), output)).count += 1
-
-
-def _sides(module: nn.Module) -> tuple[int, int] | None:
-    """Return the numbers of inputs and outputs of a linear layer; None for other modules."""
-    if isinstance(module, nn.MultiheadAttention):
-        return module.embed_dim, module.embed_dim
-    traits = traits_of(module)
-    if traits.kind != "linear":
-        return None
-    return int(getattr(module, traits.sizes["in_"])), int(getattr(module, traits.sizes["out"]))
 
 
 def _blocks_of(path: str, module: nn.Module) -> list[str]:
@@ -203,23 +185,19 @@ class _Proposal:
     reason: str = ""
 
 
-def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
-    """Return the first whole number of a name, of a module itself or of its configuration."""
-    found = list(own_numbers(observed.modules[path], names).values())
-    while inherited and not found:
-        config = getattr(observed.modules[path], "config", None)
-        found = [number for name in names if (number := number_of(config, name))]
-        if not path or config is not None:
-            break
-        path = _parent(path)
-    return next(iter(found), None)
+def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int:
+    """Return the first whole number of a name, of a module itself or of the configuration around it, or 0."""
+    configs = (getattr(observed.modules[home], "config", None) for home in around(path) if inherited)
+    config = next((one for one in configs if one is not None), None)
+    own = [*own_numbers(observed.modules[path], names).values()]
+    return next(iter(own or filter(None, (number_of(config, name) for name in names))), 0)
 
 
 def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     """Propose the heads, or the channels, of every mixer that keeps a state."""
     for path in observed.calls:
         if (group := state_group(path, observed.modules[path])) is not None:
-            layers = [layer for layer in observed.sides if layer.startswith(f"{path}.")]
+            layers = [layer for layer in observed.layers if layer.startswith(f"{path}.")]
             yield _Proposal(f"{path}.heads", layers, *group)
 
 
@@ -266,10 +244,10 @@ def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
 
 def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator[_Proposal]:
     """Propose the heads and the feed-forward neurons that the graph shows, with the numbers that say so."""
-    layers = [layer for layer in observed.traced.layers() if layer in observed.sides and layer not in taken]
+    layers = [layer for layer in observed.traced.layers() if layer in observed.layers and layer not in taken]
     for group in observed.traced.groups(layers):
         if isinstance(group, Group):
-            linear = [m for m in group.members if m.module in observed.sides]
+            linear = [m for m in group.members if m.module in observed.layers]
             writers = [m.module for m in linear if m.part == "out"]
             blocks = list(dict.fromkeys(filter(None, map(observed.block_of, writers))))
             variants: list[Group] = []
@@ -284,7 +262,7 @@ def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator
 def _is_within(observed: Observation, group: Group, block: str) -> bool:
     """Tell whether a group lies between linear layers in a block, with nothing but norms beside them."""
     inside = all(m.module.startswith(f"{block}.") for m in group.members)
-    return inside and all(m.module in observed.sides or m.operator is LayerNormSlice for m in group.members)
+    return inside and all(m.module in observed.layers or m.operator is LayerNormSlice for m in group.members)
 
 
 def _with_neurons(observed: Observation, group: Group, linear: Sequence[Member]) -> Group:
@@ -307,7 +285,7 @@ def around(path: str) -> list[str]:
 def _heads_in(observed: Observation, path: str) -> int:
     """Return the number of heads that an attention states; 0 for other modules."""
     named = "attention" in type(observed.modules[path]).__name__.lower()
-    return _number(observed, path, vocabulary.HEADS, inherited=named) or 0
+    return _number(observed, path, vocabulary.HEADS, inherited=named)
 
 
 def _with_heads(
@@ -321,7 +299,7 @@ def _with_heads(
     if home is None:
         return
     name = f"{_parent(block)}{home[len(block) :]}.heads" if len(blocks) > 1 else f"{home}.heads"
-    totals = {m.multiple * group.full for m in group.members if m.module in observed.sides}
+    totals = {m.multiple * group.full for m in group.members if m.module in observed.layers}
     numbers: dict[tuple[str, str], int] = {}
     for path, inner in observed.modules[home].named_modules(prefix=home):
         stated = {

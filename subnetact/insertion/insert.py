@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
-from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import around, declared
@@ -58,8 +57,10 @@ from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.adapters import adapted, is_adapter, take_off_adapters_
 from subnetact.supernet.batches import as_batch
+from subnetact.supernet.failure import explained
 from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.module_outputs import outputs_of
+from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, structure_copy
@@ -137,22 +138,18 @@ def describe(
     model, examples = _specimen(model), _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     cases = _cases(model, examples)
-    kept, stages, refused = _selected(
-        model, _found(model, examples[0], axes, each_block, stream), axes, *patterns
-    )
+    found = _found(model, examples[0], axes, each_block, stream)
+    kept, stages, refused = _selected(model, found, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
     if not description.slots:
         raise InsertError(_nothing(model, description))
-    asked: dict[str, Any] = dict.fromkeys((slot.axis for slot in description.slots.values()), SHARES)
-    if chosen is not None:
-        asked |= chosen if isinstance(chosen, Mapping) else dict.fromkeys(asked, chosen)
-    if asked.get("experts") is SHARES:
-        del asked["experts"]
-        for group in (g for g in description.groups.values() if g.axis == "experts"):
-            description = description.with_choices(group.name, range(group.least, group.full + 1))
-    for pattern, given in asked.items():  # Names come after axes and count more, later ones most.
-        description = description.with_choices(pattern, given)
+    routed = [group for group in description.groups.values() if group.axis == "experts"]
+    asked: list[tuple[str, Any]] = [("*", SHARES), *((g.name, range(g.least, g.full + 1)) for g in routed)]
+    given = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
+    asked += [] if chosen is None else sorted(given, key=lambda pair: pair[0] not in AXES)
+    for pattern, wanted in asked:  # Names count more than axes, and later ones most.
+        description = description.with_choices(pattern, wanted)
     return _proved(model, description, cases) if proof else description
 
 
@@ -232,11 +229,10 @@ def insert_(
         specimen = _specimen(model)
         description = _proved(specimen, description, _cases(specimen, examples), leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
-    supernet.description, found = description, description.proved
-    if found is not None:
-        supernet.proved = found
-        note_state_(supernet, found.state)
-        forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in found.memos)
+    found = cast(ProvedInputs, description.proved)
+    supernet.description, supernet.proved = description, found
+    note_state_(supernet, found.state)
+    forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in found.memos)
     if supernet.norm_operators():
         supernet.adopt_statistics()
     return guard_caches_(supernet, examples[0])
@@ -307,10 +303,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
                 continue
             elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
                 refused[item.name] = "a module in it already has another operator"
-            elif found := next(
-                (alike[n] for m in item.members if (n := without_numbers(m.module)) in alike), ""
-            ):
-                refused[item.name] = f"{found} may read the same, and does not run on the example"
+            elif same := [n for m in item.members if (n := without_numbers(m.module)) in alike]:
+                refused[item.name] = f"{alike[same[0]]} may read the same, and does not run on the example"
             else:
                 groups.append(item)
         inside = {member.module for group in groups for member in group.members}
@@ -334,9 +328,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         broken = dict.fromkeys(twice, "it has two names; give it one") | observed.stacks.broken(blocks)
         blocks = {path: shape for path, shape in blocks.items() if path not in broken}
         refused |= {f"{path}.depth": why for path, why in broken.items()}
-        stages = stages_of(blocks, observed.stacks.influence)
-        if each_block:
-            stages = [DepthStage(f"{block}.depth", (block,)) for block in blocks]
+        alone = [DepthStage(f"{block}.depth", (block,)) for block in blocks]
+        stages = alone if each_block else stages_of(blocks, observed.stacks.influence)
     return groups, stages, refused
 
 
@@ -424,20 +417,11 @@ def _examples(example: Any) -> list[Any]:
 
 
 def _runs(model: nn.Module, example: Any) -> list[Tensor]:
-    for path, module in model.named_modules():
-        if module.training:
-            raise InsertError(f"{_called(model, path)} is in training mode; call model.eval() first")
+    _refuse(model, lambda m: "is in training mode; call model.eval() first" if m.training else None)
     kind = type(model).__name__
-    try:
+    advice = "give what the model takes: a tensor, a tuple of arguments or a dictionary of named arguments"
+    with explained(InsertError, kind, model, example, advice):
         found = outputs_of(model, example)
-    except InsertError as error:
-        raise InsertError(f"{kind}: {error}") from None
-    except Exception as error:
-        raise_if_explained(error)
-        raise InsertError(
-            f"{kind} does not run on the example: {error}; give what you would give to the "
-            "model: a tensor, a tuple of arguments or a dictionary of named arguments"
-        ) from error
     numbers = [t for t in found if t.is_floating_point() or t.is_complex()]
     if not numbers:
         raise InsertError(

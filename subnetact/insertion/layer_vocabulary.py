@@ -5,7 +5,6 @@ per_layer_config = {3: {"intermediate_size": 4096}, 5: {"skip": ["attention", "m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +40,7 @@ class LayerVocabulary:
 
     def layer_of(self, module: str) -> int:
         """Return the number of the layer that a module is in."""
-        found = re.match(rf"{re.escape(self.stack)}\.(\d+)(\.|$)", module)
-        if found is None:
-            raise SpecError(f"{module} is in no layer of {self.stack}")
-        return int(found[1])
+        return int(module.removeprefix(f"{self.stack}.").partition(".")[0])
 
 
 def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -83,8 +79,7 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     candidates |= {"heads": [heads], "stream": [{"hidden_size": number_of(config, "hidden_size")}]}
     stated = {}
     for axis, full in sorted(sizes.items()):
-        stating = [fields for fields in candidates.get(axis, ()) if fields]
-        fitting = [fields for fields in stating if {min(fields.values())} == {*full}]
+        fitting = [each for each in candidates.get(axis, ()) if each and {min(each.values())} == {*full}]
         if not fitting:
             return None
         stated[axis] = fitting[0]

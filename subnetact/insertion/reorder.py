@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +20,7 @@ from subnetact.space import SizeRow
 from subnetact.supernet.adapters import require_no_adapters
 from subnetact.supernet.batches import as_batch, as_pair, call_with, logits
 from subnetact.supernet.bind import bind
+from subnetact.supernet.load import warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
@@ -141,11 +140,10 @@ def reorder_(
     _permute(supernet, moving, trial)
     dropped = before - len(supernet.norms)
     if dropped:
-        warnings.warn(
+        warn_caller(
             f"the BatchNorm statistics of {dropped} narrow subnets are gone, because these subnets keep "
             "other channels now; call subnetact.calibrate again",
             UncalibratedSubnetWarning,
-            stacklevel=3,  # past the decorator
         )
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
 
@@ -188,15 +186,14 @@ def _scores(
         inputs: dict[str, Tensor] = {}
         if x is not None:
             copied.zero_grad()
-            with torch.enable_grad(), ExitStack() as hooks:
+            with torch.enable_grad():
                 for parameter in copied.parameters():
                     parameter.requires_grad_(parameter.is_floating_point())
                 view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
                 for path in reading:
                     layer = view.get_submodule(path)
                     if traits_of(layer).kind == "linear":
-                        hook = partial(_note_inputs, inputs, path)
-                        hooks.enter_context(layer.register_forward_pre_hook(hook))
+                        layer.register_forward_pre_hook(partial(_note_inputs, inputs, path))
                 loss(call_with(view, x), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
@@ -238,11 +235,9 @@ def _described(
                 stack = slice(None) if expert is None else slice(expert, expert + 1)
                 gradient = None if parameter.grad is None else taken(parameter.grad[stack])
                 own = part.path, type(operator).__name__, name, part.role
-                changes = inputs.get(part.path) if part.role == "reads" else None
-                if changes is not None and len(changes) == parameter.shape[axis]:
-                    changes = _by_unit(changes, 0, table, group.units)
-                else:
-                    changes = None
+                noted: Any = inputs.get(part.path, ()) if part.role == "reads" else ()
+                fits = len(noted) == parameter.shape[axis]
+                changes = _by_unit(noted, 0, table, group.units) if fits else None
                 weights.append(UnitWeights(*own, taken(parameter.detach()[stack]), gradient, changes))
     return ChannelGroup(group.name, group.dimensions, group.units, tuple(weights))
 

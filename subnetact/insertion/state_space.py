@@ -30,7 +30,7 @@ from subnetact.operators.layer_traits import norm_features, traits_of
 from subnetact.operators.vocabulary import LATENT, own_numbers
 
 _OWN = ("dt_bias", "A_log", "D")
-_NUMBERS = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
+_SIZES = ("num_heads", "head_dim", "n_groups", "intermediate_size", "conv_dim")
 _DELTA_NUMBERS = ("num_k_heads", "num_v_heads", "num_heads", "key_dim", "value_dim", "qkv_dim", "conv_dim")
 _CHANNELS = {"conv1d": "out", "x_proj": "in_", "dt_proj": "out", "out_proj": "in_"}
 
@@ -39,7 +39,7 @@ def state_group(path: str, module: nn.Module) -> tuple[list[Group], str] | None:
     """Return the group of a mixer with a state, or why it has none; None for all other modules."""
     own = {name: number for name, number in vars(module).items() if type(number) is int}
     inner = {*module._modules} | {name for name, tensor in module._parameters.items() if tensor is not None}
-    if {*_NUMBERS} <= own.keys() and {*_OWN, "in_proj", "conv1d", "out_proj"} <= inner:
+    if {*_SIZES, "ssm_state_size"} <= own.keys() and {*_OWN, "in_proj", "conv1d", "out_proj"} <= inner:
         return state_space_group(path, module)
     if {"A_log", "D", "in_proj", *_CHANNELS} <= inner and (n := own.get("intermediate_size")):
         members = [Member(f"{path}.in_proj", "out", WeightSlice, 1, start, 2 * n) for start in (0, n)]
@@ -78,9 +78,8 @@ def _delta_members(path: str, mixer: nn.Module, heads: int, key: int) -> Iterato
 
 def state_space_group(path: str, mixer: nn.Module) -> tuple[list[Group], str]:
     """Return the group of the heads of a Mamba-2 mixer, or why there is none."""
-    own: Any = vars(mixer)
-    heads, groups, channels = own["num_heads"], own["n_groups"], own["intermediate_size"]
-    if heads % groups or channels != heads * own["head_dim"]:
+    heads, width, groups, channels, _ = (vars(mixer)[name] for name in _SIZES)
+    if heads % groups or channels != heads * width:
         return [], f"{heads} heads are no whole groups of {groups}, or no {channels} channels"
     if heads == groups:
         return [], "every group has one head only"
@@ -89,14 +88,12 @@ def state_space_group(path: str, mixer: nn.Module) -> tuple[list[Group], str]:
 
 def _head_members(path: str, mixer: nn.Module) -> Iterator[Member]:
     """Yield everything in a mixer that follows the number of heads per group."""
-    own: Any = vars(mixer)
-    heads, width, groups = own["num_heads"], own["head_dim"], own["n_groups"]
-    inner, conv, each = own["intermediate_size"], own["conv_dim"], heads // groups
+    heads, width, groups, inner, conv = (vars(mixer)[name] for name in _SIZES)
 
     def segments(name: str, part: str, operator: Any, rows: int, start: int, total: int) -> Iterator[Member]:
         module = f"{path}.{name}".rstrip(".")
         for group in range(groups):
-            yield Member(module, part, operator, rows, start + group * each * rows, total)
+            yield Member(module, part, operator, rows, start + group * (heads // groups) * rows, total)
 
     total = inner + conv + heads
     for rows, start in ((width, 0), (width, inner), (1, inner + conv)):  # z, x, dt
@@ -106,8 +103,7 @@ def _head_members(path: str, mixer: nn.Module) -> Iterator[Member]:
     yield from segments("conv1d", "out", WeightSlice, width, 0, conv)
     for name in _OWN:
         yield from segments("", name, ElasticAttribute, 1, 0, heads)
-    norm: Any = mixer._modules.get("norm")
-    if getattr(norm, "weight", None) is not None:
+    if getattr(mixer._modules.get("norm"), "weight", None) is not None:
         yield from segments("norm", "features", LayerNormSlice, width, 0, inner)
     yield from segments("out_proj", "in_", WeightSlice, width, 0, inner)
     yield Member(path, "num_heads", ElasticAttribute, groups)

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from subnetact.comparison import equal
-from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError
 from subnetact.insertion.analysis import TracedModel
 from subnetact.insertion.description import Group, Member
@@ -35,7 +34,7 @@ from subnetact.operators.vocabulary import EXPERTS
 from subnetact.space import SizeRow
 from subnetact.spec import grouped
 from subnetact.supernet.batches import map_tensors
-from subnetact.supernet.failure import summary
+from subnetact.supernet.failure import explained
 from subnetact.supernet.module_outputs import outputs_and_calls, outputs_of
 from subnetact.supernet.proof import first_changed, in_double
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, smaller
@@ -129,8 +128,7 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
         refused = [group for group in groups if group not in found]
         for group in refused:
             group.reason = group.lacks or trial.reason(group)
-    order = {part: i for i, part in enumerate(parts)}
-    return sorted((*found, *refused), key=lambda group: order[group.parts[0]])
+    return sorted((*found, *refused), key=lambda group: parts.index(group.parts[0]))
 
 
 def _stacks(network: nn.Module, parts: list[Part]) -> int:
@@ -153,20 +151,14 @@ class Trial:
         self._copy = disturbed_copy(network).eval()
         self.row = row
         self._mode: Callable[[], Any] = nullcontext
-        self._failed: set[Any] = set()
         halves = torch.float16, torch.bfloat16
         self._inputs = [map_tensors(lambda t: t.float() if t.dtype in halves else t, x)]
         if any(p.dtype in halves for p in self._copy.parameters()):
             self._copy.float()
         view = shared_view(self._copy, row)
-        try:
-            _, calls = outputs_and_calls(self._copy, shared_view(self._copy, row), self._inputs[0])
-        except Exception as error:
-            raise_if_explained(error)
-            raise InsertError(
-                f"the largest subnet does not run on the example: {summary(view, error)}; give a batch "
-                "that the network takes"
-            ) from error
+        watched, advice = shared_view(self._copy, row), "give a batch that the network takes"
+        with explained(InsertError, "the largest subnet", watched, self._inputs[0], advice):
+            _, calls = outputs_and_calls(self._copy, watched, self._inputs[0])
         few = smaller(self._inputs[0])[:1]
         self._inputs = called_alike(self._copy, shared_view(self._copy, row), few, calls) or self._inputs
         self._expected = [outputs_of(view, self._inputs[0])]
@@ -178,7 +170,6 @@ class Trial:
 
     def exact(self) -> bool:
         """Go on in double precision, if it is not so yet, and tell whether the network runs in it."""
-        self._failed.clear()
         is_double = any(p.dtype is torch.float64 for p in self._copy.parameters())
         for mode in () if is_double else (_Double, nullcontext):
             with mode():
@@ -196,17 +187,13 @@ class Trial:
 
     def passing(self, groups: Sequence[UnitGroup], again: bool = False) -> list[UnitGroup]:
         """Return the groups whose units can change places."""
-        fit = [g for g in groups if g.lacks is None and (g.parts, g.units) not in self._failed]
-        fit = [g for g in fit if self._not_shown(g) is None]
+        fit = [g for g in groups if g.lacks is None and self._not_shown(g) is None]
         fit.sort(key=lambda group: len(group.parts))  # The large ones fail more often: they lie side by side.
         orders, stated = _shuffled(fit, again), all(group.stated for group in fit)
         if not fit or self.stays(orders) or (stated and self.exact() and self.stays(orders)):
             return fit  # Some networks amplify rounding, and what is stated is right nearly always.
         half = len(fit) // 2
-        if half:
-            return self.passing(fit[:half], again) + self.passing(fit[half:], again)
-        self._failed.add((fit[0].parts, fit[0].units))
-        return []
+        return self.passing(fit[:half], again) + self.passing(fit[half:], again) if half else []
 
     def shown(self, parts: Sequence[Part]) -> list[UnitGroup]:
         """Return the groups that the graph of the largest subnet shows; others have one per dimension."""
@@ -358,9 +345,8 @@ def _part(operator: Operator, name: str, role: str, row: SizeRow, dimensions: Se
         for tensor in first:
             if len(first[tensor]) == len(last[tensor]):
                 continue
-            table = _table(first[tensor], last[tensor], len(legal))
-            half = None if table is None else table[: len(legal) // 2 + 1].flatten().sort().values
-            if table is None or half is None or not torch.equal(half, middle[tensor]):
+            table = _table(first[tensor], middle[tensor], last[tensor], len(legal))
+            if table is None:
                 part.reason = "its slices do not grow in equal steps"
                 return part
             tables[tensor, axis] = table
@@ -393,14 +379,14 @@ def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
     return tags[index] if tags.numel() else torch.arange(tags.shape[axis])
 
 
-def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
+def _table(first: Tensor, middle: Tensor, last: Tensor, steps: int) -> Tensor | None:
     """Return the entries that each of `steps` sizes adds, (steps, entries per step); None if steps differ."""
     new = last[~torch.isin(last, first)]
     runs = new.tensor_split((new.diff() != 1).nonzero().flatten() + 1)
-    if any(len(run) % (steps - 1) for run in runs):
+    if any(len(run) % (steps - 1) for run in runs) or len(new) != len(first) * (steps - 1):
         return None
-    added = torch.cat([run.view(steps - 1, -1) for run in runs], 1)
-    return torch.cat([first[None], added]) if added.shape[1] == len(first) else None
+    table = torch.cat([first[None], torch.cat([run.view(steps - 1, -1) for run in runs], 1)])
+    return table if torch.equal(table[: steps // 2 + 1].flatten().sort().values, middle) else None
 
 
 # -- permutations ------------------------------------------------------------------------------------

@@ -190,9 +190,9 @@ class Attention(nn.Module):
 def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> None:
     blocks = (Written(lambda m, x: x + m.attention(x), attention=Attention()) for _ in range(2))
     model = nn.Sequential(*blocks).eval()
-    found = declared(model, torch.randn(2, 3, 16))
-    assert not found.groups
-    assert "attention (Attention): shape '[2, 3, 16]' is invalid" in found.refused["0.attention.heads"]
+    groups, _, refused, _ = declared(model, torch.randn(2, 3, 16))
+    assert not groups
+    assert "attention (Attention): shape '[2, 3, 16]' is invalid" in refused["0.attention.heads"]
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
@@ -202,16 +202,17 @@ def test_only_residual_blocks_can_be_skipped(residual: bool) -> None:
         return m.last(m.first(x).relu()) + (x if residual else 0)  # type: ignore[no-any-return]
 
     stack = nn.Sequential(*(seeded(feed, first=(16, 40), last=(40, 16)) for _ in range(2)))
-    found = declared(nn.Sequential(stack, nn.Linear(16, 2)).eval(), torch.randn(2, 3, 16))
-    assert len(found.groups) == 2
-    assert list(found.blocks) == (["0.0", "0.1"] if residual else [])
-    assert residual or "Written is not residual" in found.refused["0.depth"]
+    x, model = torch.randn(2, 3, 16), nn.Sequential(stack, nn.Linear(16, 2)).eval()
+    groups, blocks, refused, _ = declared(model, x)
+    assert len(groups) == 2
+    assert list(blocks) == (["0.0", "0.1"] if residual else [])
+    assert residual or "Written is not residual" in refused["0.depth"]
 
 
 def test_blocks_in_double_precision_can_be_skipped_and_the_output_of_a_tokenizer_is_an_example() -> None:
     make, example = MODELS["vit"][:2]
     x = {name: value.double() for name, value in example().items()}
-    assert set(declared(make().double(), x).blocks) == {f"vit.layers.{i}" for i in range(4)}
+    assert set(declared(make().double(), x)[1]) == {f"vit.layers.{i}" for i in range(4)}
     supernet = insert_(MODELS["bert"][0](), example=transformers.BatchEncoding(tokens()))
     assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}
 

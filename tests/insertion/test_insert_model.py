@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "remembering": (lambda: keeping(remembering), "keeps tensors between calls, in 'cache', and answers"),
     "branching": (lambda: Hidden(lambda t: t if t.sum() > 0 else -t).eval(), "cannot be traced"),
-    "another input": (lambda: nn.Linear(4, 2).eval(), "does not run on the example"),
+    "another input": (lambda: nn.Linear(4, 2).eval(), "^Linear does not run on a .* tensor of .*: Linear: "),
     "random": (lambda: Hidden(lambda t: F.dropout(t)).eval(), "output differs from run to run"),
     "no tensors": (
         lambda: seeded(lambda m, x: SimpleNamespace(best=m.first(x).argmax(1)), first=nn.Conv2d(3, 16, 3)),
