@@ -22,6 +22,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -228,21 +229,16 @@ def policy(this: Run) -> Facts:
             against.setdefault(rival, {})[name] = differences(pairs)
         best = [(row["contenders"]["all"][name], max(one[name] for one in alone(row))) for row in rows]
         against.setdefault("the best one of each setting", {})[name] = differences(best)
-    worse = [
-        any(
-            all(one[name] >= row["contenders"]["all"][name] + 0.5 for name in measures[2:])
-            for one in alone(row)
-        )
-        for row in rows
-    ]
+
+    def dominated(row: Facts, by: Facts) -> bool:
+        return all(by[name] >= row["contenders"]["all"][name] + 0.5 for name in measures[2:])
+
+    worse = [any(dominated(row, one) for one in alone(row)) for row in rows]
+    shown = {name: [row["contenders"][name] for row in rows] for name in ("all", "precision", "0")}
+    shown["largest"] = [alone(row)[-2] for row in rows]
     means = {
-        name: {
-            measure: statistics.mean(row["contenders"][name][measure] for row in rows) for measure in measures
-        }
-        for name in ("all", "precision", "0")
-    }
-    means["largest"] = {
-        measure: statistics.mean(alone(row)[-2][measure] for row in rows) for measure in measures
+        name: {measure: statistics.mean(one[measure] for one in outcomes) for measure in measures}
+        for name, outcomes in shown.items()
     }
     return {"settings": len(rows), "against": against, "means": means, "dominated by 0.5": sum(worse)}
 
@@ -308,6 +304,20 @@ def serve_rows(this: Run) -> None:
     generator = Generator(supernet, [specs[i] for i in ids], table.select(ids), **options)
     app = serve.build_text_app(generator, served_smollm2.tokenizer(), name="smollm2")
     serve.run(app, port=this.args.port)
+
+
+def serve_llama(this: Run) -> None:
+    """Serve SmolLM2 by llama.cpp until the process ends."""
+    import language_views
+    import xllamacpp
+
+    options, path = xllamacpp.CommonParams(), this.args.work / "model.gguf"
+    language_views.write_gguf(path, this.args.llama)
+    options.model.path, options.port, options.n_parallel = str(path), this.args.port, PLACES
+    options.n_ctx, options.n_batch, options.n_ubatch = 1024 * PLACES, STEP_TOKENS, STEP_TOKENS
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+    _server = xllamacpp.Server(options)
+    signal.pause()
 
 
 def step_table(this: Run) -> StepTable:
@@ -429,18 +439,23 @@ def contenders() -> dict[str, list[int]]:
     found = {name: [i] for i, name in reversed([*enumerate(names)])}
     whole = [i for i, (size, _) in enumerate(served_smollm2.ROWS) if size == "1"]
     usable = [*range(1, len(names))]  # not the first, whose perplexity is ten times that of the whole
-    return {**found, "precision alone": whole, "all": usable, PEER: []}
+    mixed = {"precision alone": whole, "all": usable}
+    return {**found, PATIENT: found[names[-1]], **mixed, **{name: list[int]() for name in PEERS}}
 
 
-PEER = "transformers serve"
+PATIENT = f"{served_smollm2.NAMES[-1]}, no deadlines"
+PEERS = {"transformers serve": "", "llama.cpp, float32": "F32", "llama.cpp, int8": "Q8_0"}
+"""Servers of others, and the type of weights of llama.cpp."""
 
 
 @contextmanager
-def contender(this: Run, ids: Sequence[int]) -> Iterator[None]:
-    """Run the server of some rows, or the peer with the largest model, on a core of its own."""
-    command, path = [sys.executable, __file__, "--serve", *map(str, ids)], "/health"
-    command += ["--work", str(this.args.work), "--port", str(this.args.port), "--out", str(this.args.out)]
-    if not ids:
+def contender(this: Run, name: str) -> Iterator[None]:
+    """Run the server of some rows, or a peer with the largest model, on a core of its own."""
+    kind, path = PEERS.get(name), "/health"
+    what = ["--llama", kind] if kind else ["--serve", *map(str, contenders()[name])]
+    command = [sys.executable, __file__, *what, "--work", str(this.args.work), "--out", str(this.args.out)]
+    command += ["--port", str(this.args.port)]
+    if kind == "":
         command = [this.args.peer, "-c", SERVE, "transformers.cli.transformers", "serve"]
         command += [str(this.args.work / "folder"), "--continuous-batching", "--device", "cpu"]
         command += ["--port", str(this.args.port), "--cb-num-blocks", "64", "--cb-max-batch-tokens"]
@@ -464,7 +479,7 @@ def predicted(this: Run) -> Facts:
         prompts = [Prompt(now, *size, due) for now, size in zip(times, sizes, strict=True)]
         one = Setting("Azure LLM 2023", 2.0, step_table(this), TOKEN_MS, PLACES, prompts)
         for name, ids in contenders().items():
-            rows.setdefault(name, []).extend([outcome(one, ids)] if ids else [])
+            rows.setdefault(name, []).extend([outcome(one, ids)] if ids and name != PATIENT else [])
     return {
         "traces": TRACES_PREDICTED,
         "rows": {
@@ -483,22 +498,23 @@ def live(this: Run) -> Facts:
     table, names = step_table(this), served_smollm2.NAMES
     right = dict(reversed([*zip(table.subnets, table.accuracy, strict=True)]))  # the largest first
 
-    def answers(ids: Sequence[int], bodies: Sequence[Facts], waits: Sequence[float]) -> list[Facts]:
-        patient: Facts = {"slo_ttft_ms": 6e4, "slo_tpot_ms": 6e4, "max_tokens": 4}
-        if not ids:  # it knows the model by its folder, and no deadlines
-            patient, model = {"max_tokens": 4}, str(this.args.work / "folder")
-            kept = ("prompt", "max_tokens")
-            bodies = [{"model": model, **{name: body[name] for name in kept}} for body in bodies]
-        with contender(this, ids):
-            warm = [{**body, **patient} for body in bodies[:PLACES]]
+    def answers(name: str, bodies: Sequence[Facts], waits: Sequence[float]) -> list[Facts]:
+        patient: Facts = {"slo_ttft_ms": 6e5, "slo_tpot_ms": 6e4}
+        if name in PEERS:  # they know no deadlines, and the first one the model by its folder
+            patient, told = {}, {} if PEERS[name] else {"model": str(this.args.work / "folder")}
+            kept = ("model", "prompt", "max_tokens", "ignore_eos")[: 3 if told else 4]
+            bodies = [{**{name: body[name] for name in kept}, **told} for body in bodies]
+        elif name == PATIENT:
+            bodies = [{**body, **patient} for body in bodies]
+        with contender(this, name):
+            warm = [{**body, **patient, "max_tokens": 4} for body in bodies[:PLACES]]
             asyncio.run(send(this.args.port, warm, [0.0] * len(warm)))
             return asyncio.run(send(this.args.port, bodies, waits))
 
     for name in this.args.sustained or ():
-        count, ids = 8 * PLACES, contenders()[name]
-        patient = {"slo_ttft_ms": 6e5, "slo_tpot_ms": 6e4}
+        count, patient = 8 * PLACES, {"slo_ttft_ms": 6e5, "slo_tpot_ms": 6e4}
         many = [{**body, **patient} for body in conversations(count, random.Random(1))]
-        ends = [one["ended"] for one in answers(ids, many, [0.0] * count)]
+        ends = [one["ended"] for one in answers(name, many, [0.0] * count)]
         known.setdefault("sustained", {})[name] = 1e3 * count / max(ends)
         print(name, known["sustained"], flush=True)
         this.save()
@@ -508,8 +524,7 @@ def live(this: Run) -> Facts:
     waits = [one / 1e3 for one in times if one < 1e3 * this.args.seconds]
     bodies = conversations(len(waits), rng)
     for name in contenders() if this.args.contenders is None else this.args.contenders:
-        found = answers(contenders()[name], bodies, waits)
-        rows[name] = row = judged(found, bodies, right, this.args.seconds)
+        rows[name] = row = judged(answers(name, bodies, waits), bodies, right, this.args.seconds)
         row["load of the machine"] = os.getloadavg()[0]
         print(name, row, flush=True)
         this.save()
@@ -534,12 +549,8 @@ def generator_of_load(this: Run, command: Sequence[str], pattern: str) -> tuple[
     serve = [sys.executable, "-c", SERVE, "subnetact.serve", "--text", "--slo-ms", "60000"]
     serve += ["--port", str(this.args.port)]
     with server(serve, this.args.port, "/health", folder / "server.log"):
-        subprocess.run(
-            [*command],
-            cwd=folder,
-            check=True,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run([*command], cwd=folder, check=True, env=variables)
     return folder, [json.loads(path.read_text()) for path in folder.rglob(pattern)]
 
 
@@ -557,16 +568,8 @@ def aiperf(this: Run) -> Facts:
         for now, (prompt, answer) in zip(times, sizes, strict=True)
     ]
     schedule.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    options = [
-        "profile",
-        "--model",
-        "docstrings",
-        "--url",
-        url,
-        "--endpoint-type",
-        "completions",
-        "--streaming",
-    ]
+    options = ["profile", "--model", "docstrings", "--url", url]
+    options += ["--endpoint-type", "completions", "--streaming"]
     options += ["--tokenizer", "./tokenizer", "--extra-inputs", "ignore_eos:true", "--ui", "none"]
     options += ["--input-file", str(schedule), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
     options += ["--goodput", "time_to_first_token:2000 inter_token_latency:200"]
@@ -586,18 +589,13 @@ def guidellm(this: Run) -> Facts:
     """Let guidellm send requests."""
     url = f"http://127.0.0.1:{this.args.port}"
     count = min(this.args.requests, 100)
-    options = [
-        "run",
-        "--backend",
-        f"kind=openai_http,target={url},model=docstrings,request_format=/v1/completions",
-    ]
+    target = f"kind=openai_http,target={url},model=docstrings,request_format=/v1/completions"
+    options = ["run", "--backend", target]
     options += ["--profile", "kind=constant,rate=4", "--constraint", f"kind=max_requests,count={count}"]
     options += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=12", "--disable-console"]
     options += ["--tokenizer", "kind=hf_auto,model=./tokenizer", "--output", "kind=json,path=out.json"]
-    _, found = generator_of_load(this, [this.args.guidellm, *options], "out.json")
-    (one,) = found[0]["benchmarks"]
-    totals = one["metrics"]["request_totals"]
-    return {"requests": totals}
+    _, files = generator_of_load(this, [this.args.guidellm, *options], "out.json")
+    return {"requests": files[0]["benchmarks"][0]["metrics"]["request_totals"]}
 
 
 # -- the page ------------------------------------------------------------------------------------------
@@ -736,10 +734,11 @@ def main() -> None:
     parser.add_argument("--guidellm", default="guidellm")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--serve", type=int, nargs="+", help="serve these subnets, and nothing else")
+    parser.add_argument("--llama", help="serve SmolLM2 by llama.cpp with weights of this type")
     args = parser.parse_args()
     import_torchvision()
-    if args.serve:
-        serve_rows(Run(args))
+    if args.serve or args.llama:
+        (serve_rows if args.serve else serve_llama)(Run(args))
         return
     run(parser, "language_load", parts, report, ("transformers",))
 

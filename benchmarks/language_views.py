@@ -107,41 +107,43 @@ class _Steps:
         self.position = self.position + 1
 
 
+def write_gguf(path: Path, kind: str) -> None:
+    """Write SmolLM2-135M with its matrices in one of llama.cpp's types."""
+    import elastic_smollm2
+    import gguf
+
+    read = gguf.GGUFReader(elastic_smollm2.model_folder() / elastic_smollm2.FILE)
+    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
+    written = gguf.GGUFWriter(path, read.get_field("general.architecture").contents())
+    for name, field in read.fields.items():
+        if not name.startswith(left_out):
+            kinds = [*field.types, None][:2]
+            written.add_key_value(name, field.contents(), *kinds)
+    for tensor in read.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        type_ = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        written.add_tensor(tensor.name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+    written.write_header_to_file()
+    written.write_kv_data_to_file()
+    written.write_tensors_to_file()
+    written.close()
+
+
 class _LlamaCpp:
     """llama.cpp behind the same prompt, with the weights of the model in one of its types."""
 
     def __init__(self, kind: str, ids: torch.Tensor) -> None:
-        import elastic_smollm2
-        import gguf
         import xllamacpp
 
-        read = gguf.GGUFReader(elastic_smollm2.model_folder() / elastic_smollm2.FILE)
-        left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            written = gguf.GGUFWriter(path, read.get_field("general.architecture").contents())
-            for name, field in read.fields.items():
-                if not name.startswith(left_out):
-                    kinds = [*field.types, None][:2]
-                    written.add_key_value(name, field.contents(), *kinds)
-            for tensor in read.tensors:
-                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-                type_ = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-                written.add_tensor(tensor.name, gguf.quants.quantize(values, type_), raw_dtype=type_)
-            written.write_header_to_file()
-            written.write_kv_data_to_file()
-            written.write_tensors_to_file()
-            written.close()
+            write_gguf(path, kind)
             options = xllamacpp.CommonParams()
             options.model.path, options.n_ctx, options.n_parallel = str(path), 512, 1
             options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
             self.server = xllamacpp.Server(options)
-        self.request = {
-            "prompt": ids[0].tolist(),
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "cache_prompt": True,
-        }
+        prompt = {"prompt": ids[0].tolist(), "temperature": 0.0}
+        self.request = {**prompt, "ignore_eos": True, "cache_prompt": True}
 
     def ms(self, tokens: int) -> float:
         """Return the CPU time of a token, without that of a request for one token."""
