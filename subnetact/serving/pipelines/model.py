@@ -22,6 +22,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph
 from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import by_name, check_accuracy, check_time
+from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.event_loop import EventLoop, arriving
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
@@ -230,8 +231,10 @@ def estimate_pipeline(
         share_ms = model.slo_ms * (1.0 - reserves[name])
         slo_ms: Any = (arrivals + share_ms - ready)[requests] if len(requests) else share_ms
         feed = arriving(None, ready[requests], slo_ms, choice.min_accuracy, 0)
-        setting = table, HullFit(table, max(share_ms, table.fastest_ms)), float(np.median(slo_ms))
-        result = EventLoop(feed, len(requests), *setting, choice.workers, "defer", requests=True).run()
+        policy = HullFit(table, max(share_ms, table.fastest_ms))
+        how: Any = {"slo_ms": float(np.median(slo_ms)), "expired": "defer", "watchdog_ms": math.inf}
+        scheduler = Scheduler(policy, table, workers=choice.workers, **how)
+        result = EventLoop(policy, scheduler, feed, len(requests), requests=True).run()
         served_by = result.served_by
         accuracy = np.average(table.accuracy, weights=served_by) if any(served_by) else math.nan
         found[name] = StageEstimate(ready[requests], float(accuracy), result)

@@ -15,9 +15,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from subnetact.errors import PolicyError, WorkerDied
-from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.context import Policy
-from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult, count_batch
@@ -63,21 +61,17 @@ class EventLoop:
     Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
     policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
     go first, and the suspended one goes on afterwards on the same worker. `feed` are the requests as they
-    arrive, so many as there are `number`, `factors` those of their latencies, and `slo_ms` is what is usual.
-    The other arguments are as in `simulate`, which checks them.
+    arrive, so many as there are `number`, and `factors` those of their latencies. The other arguments are as
+    in `simulate`, which checks them.
     """
 
+    policy: Policy
+    scheduler: Scheduler
     feed: Iterator[Request]
     number: int
-    table: LatencyTable
-    policy: Policy
-    slo_ms: float
-    workers: int
-    expired: str
     _: KW_ONLY
     factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
     overhead_ms: float = 0.0
-    shares: FairShares | None = None
     events: Sequence[WorkerEvent] = ()
     blocks: int = 1
     look_ms: float = 0.0
@@ -87,32 +81,23 @@ class EventLoop:
 
     def __post_init__(self) -> None:
         getattr(self.policy, "reset", lambda: None)()
-        self._scheduler = Scheduler(
-            self.policy,
-            self.table,
-            workers=self.workers,
-            slo_ms=self.slo_ms,
-            expired=self.expired,
-            watchdog_ms=math.inf,
-            shares=self.shares,
-        )
+        self._accuracy = self.scheduler.tables[-1].known_accuracy()
         self._result = SimulationResult(
             requests=self.number,
-            served_by=[0] * len(self.table.subnets),
+            served_by=[0] * len(self._accuracy),
             decisions=[] if self.decisions else None,
             log=RequestLog.empty(self.number) if self.requests else None,
         )
-        self._accuracy = self.table.known_accuracy()
         self._switch_ms = float(getattr(self.policy, "switch_ms", 0.0))
         self._now = 0.0
-        self._idle = list(range(self.workers))
+        self._idle = list(range(len(self.scheduler.workers.free_at_ms)))
         #: what happens when: ends of steps, by worker, and after those of the same time the events of workers
         self._agenda: list[tuple[float, float, int, _Run | WorkerEvent]] = [
             (event.t_ms, math.inf, i, event) for i, event in enumerate(self.events)
         ]
         heapify(self._agenda)
         self._between: list[_Run] = []  # jobs that are between two steps now
-        self._last_subnet = [-1] * self.workers
+        self._last_subnet = [-1] * len(self._idle)
         self._serial = count(1)
         self._next = next(self.feed, None)  # the request that arrives next
         self._bar = tqdm(
@@ -135,7 +120,7 @@ class EventLoop:
                 break
             self._now = now
             if requests := self._arrived(now):
-                self._scheduler.submit(requests)
+                self.scheduler.submit(requests)
                 self._bar.update(len(requests))
             while agenda and agenda[0][0] <= now:
                 ends = heappop(agenda)[-1]
@@ -158,7 +143,7 @@ class EventLoop:
 
     def _serve(self, now: float) -> None:
         """Give jobs to idle workers while requests wait, then to those that are between two steps."""
-        idle, scheduler = self._idle, self._scheduler
+        idle, scheduler = self._idle, self.scheduler
         waiting: list[int] = []  # workers whose policy waits
         while idle and len(scheduler):
             worker = heappop(idle)
@@ -188,7 +173,7 @@ class EventLoop:
                 took += self._switch_ms
             self._last_subnet[worker] = subnet
         blocks = self.blocks
-        steps = blocks / self._scheduler.block_length(job, blocks)
+        steps = blocks / self.scheduler.block_length(job, blocks)
         run = _Run(job, now, took + self.look_ms * (math.ceil(steps) - 1), steps, before)
         self._plan_step(run)
         if self._result.decisions is not None:
@@ -203,14 +188,14 @@ class EventLoop:
 
     def _step_ends(self, run: _Run) -> None:
         now, worker = self._now, run.job.worker
-        if self._scheduler.jobs.get(worker) is not run.job:
+        if self.scheduler.jobs.get(worker) is not run.job:
             return  # the worker went down meanwhile
         if now < run.finish_ms:
             run.done += 1
             self._between.append(run)
             return
         self._count(run)
-        self._scheduler.finished(run.job, now)
+        self.scheduler.finished(run.job, now)
         if (before := run.before) is not None:  # a suspended job goes on
             before.finish_ms += now - before.start_ms
             before.start_ms = now
@@ -231,10 +216,10 @@ class EventLoop:
 
     def _worker_event(self, event: WorkerEvent) -> None:
         worker = event.worker
-        if event.up == self._scheduler.workers.is_up(worker):
+        if event.up == self.scheduler.workers.is_up(worker):
             return
         if event.up:
-            self._scheduler.workers.started(worker, self._now)
+            self.scheduler.workers.started(worker, self._now)
             self._last_subnet[worker] = -1
             heappush(self._idle, worker)
             return
@@ -242,10 +227,10 @@ class EventLoop:
             self._idle.remove(worker)
             heapify(self._idle)
         self._between = [run for run in self._between if run.job.worker != worker]
-        self._scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
+        self.scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
 
     def _finished(self) -> SimulationResult:
-        result, counts, waiting = self._result, self._scheduler.counts, len(self._scheduler)
+        result, counts, waiting = self._result, self.scheduler.counts, len(self.scheduler)
         if waiting and self._idle:
             raise PolicyError(
                 f"{type(self.policy).__name__} left {waiting} requests waiting on idle workers; "
