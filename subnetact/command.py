@@ -88,13 +88,10 @@ def import_name(name: str) -> Any:
         with user_code(f"importing {module!r}", passing=(ImportError,)):
             imported = import_module(module)
         return getattr(imported, attribute)
-    except AttributeError as error:
-        raise SpecError(f"{name!r} cannot be imported ({error})") from error
-    except ImportError as error:
-        raise SpecError(
-            f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
-            "folder in PYTHONPATH"
-        ) from error
+    except (AttributeError, ImportError) as error:
+        text = f"{name!r} cannot be imported ({error})"
+        advice = "; run this in the folder of the module, or name the folder in PYTHONPATH"
+        raise SpecError(text + advice * isinstance(error, ImportError)) from error
 
 
 @contextmanager
