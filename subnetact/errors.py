@@ -8,49 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "BatchFailed",
-    "BatcherClosed",
-    "CacheMismatch",
-    "CheckpointError",
-    "DeadlinePassed",
-    "DeviceError",
-    "EngineError",
-    "ExportError",
-    "FileFormatError",
-    "ForeignSpec",
-    "IllegalChoice",
-    "InsertError",
-    "InvalidRequest",
-    "LatencyTableWarning",
-    "MissingExtra",
-    "MissingFile",
-    "NotCalibrated",
-    "OutputNotFinite",
-    "PipelineError",
-    "PolicyError",
-    "PrecisionError",
-    "ProfileMismatch",
-    "QueueFull",
-    "RecompileRefused",
-    "RequestError",
-    "ResumeMismatch",
-    "SearchError",
-    "ServeError",
-    "SpecError",
-    "StaleWeights",
-    "SubnetActError",
-    "TableError",
-    "TraceError",
-    "TrainingError",
-    "UncalibratedSubnetWarning",
-    "UserCodeError",
-    "ViewError",
-    "WorkerDied",
-    "WorkerHung",
-    "WriteError",
-]
-
 
 class SubnetActError(Exception):
     """Base of every error of this library."""
@@ -216,6 +173,8 @@ class UnprovedInputWarning(UserWarning):
     """A subnet is called with an input of a form that no example had when the model was made elastic."""
 
 
+_PUBLIC = SubnetActError, Warning
+__all__ = [name for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, _PUBLIC)]
 _LONGEST_TEXT = 2000
 
 
