@@ -29,8 +29,8 @@ class Scheduled:
     ) -> None:
         self.now = 0.0
         tables = policy.table if tables is None else tables
-        self.scheduler = Scheduler(policy, tables, slo_ms=slo_ms, **{"workers": 1, **options})
         several = tables if isinstance(tables, list) else [tables]
+        self.scheduler = Scheduler(policy, several, slo_ms=slo_ms, **{"workers": 1, **options})
         clock = lambda: self.now  # noqa: E731
         self.learner = Learner(several, self.scheduler.dispatcher, Lock(), clock, learn)
         self._shape_of = shape_of

@@ -224,7 +224,7 @@ def test_an_input_of_an_unknown_shape_harms_no_other(shape: Any) -> None:
         with pytest.raises(InvalidRequest, match="shape_of"):
             batcher.submit("wrong", FOREVER)
         right.append(batcher.submit("after", FOREVER))
-        assert [future.result(60).output for future in right] == ["before", "after"]
+        assert [[one.result(60).output for one in right], batcher.stats().refused] == [["before", "after"], 1]
 
 
 def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:

@@ -30,8 +30,6 @@ from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import check_count, check_policy, check_positive, check_time
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
-from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.request import Ask, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 
 
@@ -177,10 +175,8 @@ class Batcher(ClosedOnExit):
             check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=process)
         warn_of_doubts(tables, runners, threads_per_worker)
         check: Any = runners[0].check
-        self._check = partial(check, finite=True) if check_finite else check
         self.accuracy: Mapping[int, float] = dict(enumerate(table.accuracy))
         self.subnets, self.fingerprint = table.subnets, str(getattr(runners[0], "fingerprint", ""))
-        self._floors = Floors(table)
         scheduler = Scheduler(
             policy,
             tables,
@@ -209,6 +205,7 @@ class Batcher(ClosedOnExit):
             self._runners,
             learn=learn,
             clock_ms=clock,
+            check=partial(check, finite=True) if check_finite else check,
             shape_of=getattr(runners[0], "shape_of", None),
             check_outputs=check_outputs,
             threads=threads_per_worker,
@@ -259,7 +256,7 @@ class Batcher(ClosedOnExit):
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
         future = AnswerFuture()
-        request = self._admit(future, None, x, deadline_ms, min_accuracy, priority, client)
+        request = self._driver.admit(future, None, x, deadline_ms, min_accuracy, priority, client)
         future.on_cancel(partial(self._driver.withdraw, request))
         return future
 
@@ -289,7 +286,7 @@ class Batcher(ClosedOnExit):
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
-        request = self._admit(future, loop, x, deadline_ms, min_accuracy, priority, client)
+        request = self._driver.admit(future, loop, x, deadline_ms, min_accuracy, priority, client)
         try:
             return await future
         except asyncio.CancelledError:
@@ -301,7 +298,8 @@ class Batcher(ClosedOnExit):
 
         They count as one refused request then.
         """
-        self._driver.check_room(count)
+        with self._driver.lock:
+            self._driver.scheduler.check_room(count)
 
     def stats(self) -> BatcherStats:
         """Return a consistent snapshot of the counters and histograms.
@@ -402,17 +400,7 @@ class Batcher(ClosedOnExit):
     def note_fork(self) -> None:
         """Refuse every use in a forked child, where locks may be held by threads that do not exist."""
         self._forked = True
-        self.__dict__["_admit"] = self._check_process  # `submit` and `infer` call it first
-
-    def _admit(self, future: Any, loop: Any, x: Any, deadline_ms: float | None, *terms: Any) -> Request:
-        """Queue a request that can be accepted; refuse the others."""
-        try:
-            ask = Ask.checked(self._floors, self.slo_ms if deadline_ms is None else deadline_ms, *terms)
-            self._check(x)
-        except BaseException:
-            self._driver.count_refused()
-            raise
-        return self._driver.admit(x, ask, future, loop)
+        self._driver.__dict__["admit"] = self._check_process  # `submit` and `infer` call it first
 
 
 def monotonic_ms() -> float:

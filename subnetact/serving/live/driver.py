@@ -35,6 +35,7 @@ from subnetact.serving.live.rate_limited_log import RateLimitedLog
 from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
 from subnetact.serving.live.turns import Turn, Turns
+from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
 
@@ -57,9 +58,9 @@ class Driver:
 
     Whoever takes outcomes delivers them without the lock; `wait_until_drained` waits for that too.
 
-    There is one runner per worker; several may be the same. `shape_of`, asked if there are several tables,
-    returns the position among them of an input's shape, and `on_end` is called when all has ended but the
-    workers' threads. The other arguments are as in `Batcher`.
+    There is one runner per worker; several may be the same. `check` refuses inputs that cannot run,
+    `shape_of`, asked if there are several tables, returns the position among them of an input's shape, and
+    `on_end` is called when all has ended but the workers' threads. The other arguments are as in `Batcher`.
     """
 
     scheduler: Scheduler
@@ -67,6 +68,7 @@ class Driver:
     _: KW_ONLY
     learn: bool
     clock_ms: Callable[[], float]
+    check: Callable[[Any], None]
     shape_of: Any
     check_outputs: bool
     threads: int | None
@@ -82,7 +84,7 @@ class Driver:
         self.lock = self._turns.lock
         tables = scheduler.tables
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, self.clock_ms, self.learn)
-        self._accuracy = tables[-1].known_accuracy()
+        self._accuracy, self._floors = tables[-1].known_accuracy(), Floors(tables[-1])
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
         self._undelivered = 0
         self._waking = self._watchdog_sleeps = False
@@ -103,15 +105,21 @@ class Driver:
 
     # -- clients ---------------------------------------------------------------------------------
 
-    def admit(self, x: Any, ask: Ask, future: Any, loop: Any) -> Request:
-        """Queue one request, or refuse it; `loop` is None if the future is an `AnswerFuture`."""
-        request = Request(ask, self.clock_ms(), x)
-        request.future, request.loop = future, loop
-        if (count := len(self.scheduler.tables)) > 1:
-            shape = self.shape_of(x)
-            if type(shape) is not int or not 0 <= shape < count:
+    def admit(self, future: Any, loop: Any, x: Any, deadline_ms: float | None, *terms: Any) -> Request:
+        """Queue an input, with the terms of an `Ask`; `loop` is None if the future is an `AnswerFuture`."""
+        usual_ms, count = self.scheduler.dispatcher.context.slo_ms, len(self.scheduler.tables)
+        try:
+            ask = Ask.checked(self._floors, usual_ms if deadline_ms is None else deadline_ms, *terms)
+            self.check(x)
+            request = Request(ask, self.clock_ms(), x)
+            request.future, request.loop = future, loop
+            request.shape = shape = self.shape_of(x) if count > 1 else -1
+            if count > 1 and (type(shape) is not int or not 0 <= shape < count):
                 raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {count} tables")
-            request.shape = shape
+        except BaseException:
+            with self.lock:
+                self.scheduler.counts["refused"] += 1
+            raise
         with self.lock:
             if self.scheduler.closing:
                 raise BatcherClosed("the batcher is closed or draining; open another one")
@@ -133,16 +141,6 @@ class Driver:
         if not self._waking:
             self._waking = True
             self._work.notify()
-
-    def check_room(self, count: int) -> None:
-        """Refuse requests that belong together, as one, if not all of them could wait."""
-        with self.lock:
-            self.scheduler.check_room(count)
-
-    def count_refused(self) -> None:
-        """Count a request that is refused because its arguments are invalid."""
-        with self.lock:
-            self.scheduler.counts["refused"] += 1
 
     def withdraw(self, request: Request) -> None:
         """Close a request that its client has cancelled."""

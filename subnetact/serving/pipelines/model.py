@@ -233,7 +233,7 @@ def estimate_pipeline(
         feed = arriving(None, ready[requests], slo_ms, choice.min_accuracy, 0)
         policy = HullFit(table, max(share_ms, table.fastest_ms))
         how: Any = {"slo_ms": float(np.median(slo_ms)), "expired": "defer", "watchdog_ms": math.inf}
-        scheduler = Scheduler(policy, table, workers=choice.workers, **how)
+        scheduler = Scheduler(policy, [table], workers=choice.workers, **how)
         result = EventLoop(policy, scheduler, feed, len(requests), requests=True).run()
         served_by = result.served_by
         accuracy = np.average(table.accuracy, weights=served_by) if any(served_by) else math.nan

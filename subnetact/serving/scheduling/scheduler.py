@@ -47,7 +47,7 @@ class Scheduler:
 
     Args:
         policy: chooses the subnet and the batch size.
-        table: the profile, or one profile per input shape, the largest shape last.
+        tables: one profile per input shape, the largest shape last.
         workers: number of workers.
         slo_ms: the usual time that a request is given, in ms.
         expired: what becomes of expired requests: `drop`, `defer` or `serve`, as in `Batcher`.
@@ -71,7 +71,7 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
-        table: LatencyTable | Sequence[LatencyTable],
+        tables: Sequence[LatencyTable],
         *,
         workers: int,
         slo_ms: float,
@@ -80,7 +80,6 @@ class Scheduler:
         watchdog_ms: float | None = None,
         shares: FairShares | None = None,
     ) -> None:
-        tables = [table] if isinstance(table, LatencyTable) else list(table)
         self.workers = WorkerStates(workers)
         free_at_ms = self.workers.free_at_ms
         self.dispatcher = Dispatcher(policy, tables, free_at_ms, slo_ms, expired, self._drop_all)
@@ -251,7 +250,7 @@ class Scheduler:
     def lost(self, worker: int, error: BaseException, now_ms: float) -> None:
         """Give the requests of a worker that died a second try."""
         self.counts["died"] += 1
-        self.workers.died(worker, now_ms)
+        self.workers.lost(worker, now_ms)
         text = f"a worker died over this request, twice: {failure_text(error)}"
         if job := self.jobs.pop(worker, None):
             text = f"{text}; look at the input and the engine"
@@ -402,7 +401,7 @@ class Scheduler:
     def _abandon(self, job: Job, now_ms: float) -> None:
         del self.jobs[job.worker]
         self.counts["hung"] += 1
-        self.workers.hung(job.worker, now_ms)
+        self.workers.lost(job.worker, now_ms, hangs=True)
         text = (
             f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "
             f"{now_ms - job.started_ms:.0f} ms, but {job.expected_ms:.1f} ms were expected; look at the "

@@ -87,18 +87,14 @@ class WorkerStates:
         """Note that a worker finished a batch."""
         self._workers[worker].losses = 0
 
-    def died(self, worker: int, now_ms: float) -> None:
-        """Note that a worker's thread ended; the worker is down until `restart` returns it."""
+    def lost(self, worker: int, now_ms: float, hangs: bool = False) -> None:
+        """Note that a worker's thread ended or hangs; the worker is down until `restart` returns it."""
         one = self._workers[worker]
+        one.hung_threads += hangs
         pause_ms = min(_FIRST_PAUSE_MS * 2.0 ** (one.losses - 1), _LONGEST_PAUSE_MS) if one.losses else 0.0
         one.losses += 1
         one.starting, one.back_at_ms = False, now_ms + pause_ms
         self.free_at_ms[worker] = math.inf
-
-    def hung(self, worker: int, now_ms: float) -> None:
-        """Note that a worker's thread hangs; the worker is down until `restart` returns it."""
-        self._workers[worker].hung_threads += 1
-        self.died(worker, now_ms)
 
     def hangs(self, worker: int) -> bool:
         """Return whether a worker is down and one of its threads hangs."""

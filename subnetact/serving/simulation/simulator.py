@@ -126,7 +126,7 @@ def simulate(
     how: Any = {"slo_ms": float(np.median(slo)), "expired": expired, "shares": shares}
     return EventLoop(
         policy,
-        Scheduler(policy, table, workers=workers, watchdog_ms=math.inf, **how),
+        Scheduler(policy, [table], workers=workers, watchdog_ms=math.inf, **how),
         arriving(clients, arrivals, slo, floors.of_all(asked), ranks),
         count,
         factors=noise_factors(check_margin(noise, "noise"), rng),
