@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ class Recording(TorchFunctionMode):
     """A graph, which is made by seeing all calls of functions on tensors while a model runs.
 
     Nodes are calls of modules and functions, and of methods of tensors by name. `meta` has the modules around
-    a node (`nn_module_stack`), for each tensor one of its shape and type without data (`tensor_meta`) and,
-    for those of whole numbers, the `value`. An operation that changes a tensor in place is a node of its own,
-    which later ones read.
+    a node (`nn_module_stack`), shape and dtype of a tensor (`tensor_meta`) and, for tensors of whole numbers,
+    the `value`. An operation that changes a tensor in place is a node of its own, which later ones read.
 
     Attributes:
         branches: whether the forward branches on values that it computes with its weights.
@@ -100,7 +100,7 @@ class Recording(TorchFunctionMode):
         """Note what a node returns, and where; parts of a result that is no tensor are nodes of their own."""
         node.meta["nn_module_stack"] = dict(self._around)
         if isinstance(result, Tensor):
-            node.meta["tensor_meta"] = torch.empty(result.shape, dtype=result.dtype, device="meta")
+            node.meta["tensor_meta"] = SimpleNamespace(shape=result.shape, dtype=result.dtype)
             if not result.is_floating_point() and result.numel() <= MOST_KEPT_VALUES:
                 node.meta["value"] = result.clone()
             self._nodes[result] = node

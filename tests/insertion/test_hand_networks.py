@@ -16,6 +16,7 @@ from written_networks import Written, disturbed, seeded
 import subnetact
 from subnetact.errors import InsertError
 from subnetact.insertion import Description
+from subnetact.insertion.recorder import recorded
 from subnetact.operators import WeightSlice
 from subnetact.operators.base import Operator
 
@@ -155,6 +156,11 @@ def test_a_block_under_two_names_is_in_every_subnet(first: bool) -> None:
     assert stages == (["model.1.1"] if first else [])
     assert "two names" in description.refused["model.1.0.depth"]
     assert {group.axis for group in description.groups.values()} == {"ffn", "stream"}
+
+
+def test_a_recording_has_the_calls_of_the_model_alone() -> None:
+    graph = recorded(nn.Sequential(nn.Linear(4, 8), nn.ReLU()).eval(), torch.randn(2, 4)).graph
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
 
 
 def test_alike_layers_and_reasons_are_one_line() -> None:
