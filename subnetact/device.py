@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -160,3 +162,12 @@ def raise_if_explained(error: BaseException, *kinds: type[BaseException]) -> Non
     """Raise an error again that needs no further words: it is of these kinds, or memory was short."""
     if isinstance(error, kinds) or ran_out_of_memory(error):
         raise error
+
+
+@contextmanager
+def tolerated() -> Iterator[None]:
+    """Leave what fails, unless memory was short; whoever tried it goes on behind this context without it."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_explained(error)

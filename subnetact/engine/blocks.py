@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from subnetact.device import raise_if_explained
+from subnetact.device import tolerated
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.ready_subnet import Bound
@@ -78,12 +78,10 @@ class SubnetBlocks:
             bound = self._bind(spec)
             moment = bound.moment()  # A graph holds the packed copies that it reads itself.
             tensors: dict[str, Tensor] = {}
-            try:
+            blocks: list[Block] = [bound.view]
+            with tolerated():  # What cannot be traced runs as one block.
                 graph, leaves = trace_(bound.view, tensors=tensors)
                 blocks = _split(graph, {**leaves, **tensors}, self._stacks, {})
-            except Exception as error:  # what cannot be traced runs as one block
-                raise_if_explained(error)
-                blocks = [bound.view]
             self._of_view[spec] = bound, blocks, moment
             return bound, blocks
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, ROUNDED, equal
-from subnetact.device import raise_if_explained
+from subnetact.device import raise_if_explained, tolerated
 from subnetact.insertion.description import Description
 from subnetact.insertion.tensor_memo import forgotten
 from subnetact.operators import ElasticAttribute
@@ -236,10 +236,8 @@ def called_alike(network: nn.Module, view: nn.Module, inputs: list[Any], calls: 
     """Return the inputs on which a view runs, and calls the same functions as for another one."""
     found = []
     for x in inputs:
-        try:
+        with tolerated():
             found += [x] if outputs_and_calls(network, view, x)[1] == calls else []
-        except Exception as error:
-            raise_if_explained(error)
     return found
 
 

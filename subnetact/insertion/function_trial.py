@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.comparison import EXACT, ROUNDED, equal
-from subnetact.device import raise_if_explained
+from subnetact.device import tolerated
 from subnetact.insertion.recorder import called_name
 
 EMPTY = ("empty", "new_empty", "empty_like")
@@ -235,13 +235,10 @@ class FunctionTrial:
             return None
         by_node = dict(zip(self.tensors, values, strict=True))
         args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda n: by_node[n].clone())
-        try:
-            with torch.no_grad():
-                result = self._function(*args, **kwargs)
-        except Exception as error:
-            raise_if_explained(error)
-            return None
-        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        with tolerated(), torch.no_grad():
+            result = self._function(*args, **kwargs)
+            return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return None
 
     def _together(self, at: int, axis: int) -> Iterator[dict[int, int]]:
         """Yield an axis of one tensor, and then all axes of its length at the same place from the right."""

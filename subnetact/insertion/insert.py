@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MethodType
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, equal
+from subnetact.device import tolerated
 from subnetact.errors import InsertError, SubnetActError
 from subnetact.insertion.analysis import computes_channels
 from subnetact.insertion.declaration import around, declared
@@ -265,7 +265,7 @@ def _inserted(model: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
 
 def _frozen(model: nn.Module) -> set[str]:
     """Return what a `train` of its own leaves in evaluation mode, on a copy without its numbers."""
-    with suppress(Exception):  # A model may refuse to be trained.
+    with tolerated():  # A model may refuse to be trained.
         if any(type(template_of(module)).train is not nn.Module.train for module in model.modules()):
             copied = private_copy(model, *[lambda tensor: tensor.to("meta")] * 2)
             copied.train()
@@ -447,7 +447,7 @@ def _cases(model: nn.Module, examples: list[Any]) -> list[Case]:
     forget_((module, name) for _, module, name in memos)
     for x, expected in zip(examples, kept, strict=False):
         alike = False
-        with suppress(Exception):  # It may need what it does not compute.
+        with tolerated():  # It may need what it does not compute.
             alike = equal(outputs_of(model, x), expected, EXACT)
         if not alike:
             path, _, name = memos[0]

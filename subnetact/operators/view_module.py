@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import raise_if_explained
+from subnetact.device import tolerated
 from subnetact.errors import ViewError
 from subnetact.files.fork import new_lock
 from subnetact.operators.packed_copy import follow_
@@ -189,15 +189,7 @@ class _Setting:
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    __jit_unused_properties__ = ("resize_token_embeddings",)
-
-    @property
-    def resize_token_embeddings(self) -> Any:
-        """A method that refuses every call, if the template has one that resizes."""
-        getattr(super(), "resize_token_embeddings")  # noqa: B009
-        return self._refuse_resizing
-
-    def _refuse_resizing(self, *_: Any, **__: Any) -> Any:
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
         raise ViewError(
             "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
             "supernet.extract(spec)"
@@ -513,13 +505,11 @@ def owned(view: nn.Module, originals: Iterable[tuple[str, nn.Module]] = ()) -> n
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy, in which that alone stays the same object which cannot be copied, as a lock."""
     trial: Any = ChainMap({}, memo)
-    try:
+    with tolerated():  # whatever an object says that cannot be copied
         made = deepcopy(value, trial)
-    except Exception as error:  # Whatever an object says that cannot be copied.
-        raise_if_explained(error)
-        return _copied_apart(value, memo)
-    memo.update(trial.maps[0])
-    return made
+        memo.update(trial.maps[0])
+        return made
+    return _copied_apart(value, memo)
 
 
 def _copied_apart(value: Any, memo: dict[int, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.comparison import EXACT, MASKED, Tolerance, equal
-from subnetact.device import raise_if_explained
+from subnetact.device import raise_if_explained, tolerated
 from subnetact.operators import LayerNormSlice, WeightSlice
 from subnetact.operators.segments import Kept
 from subnetact.operators.view_module import view_module
@@ -225,11 +225,9 @@ def in_double(
     """Return a private copy, inputs and their outputs in double precision, or None if it does not run so."""
     double = private_copy(network).double()
     wide = [as_double(x) for x in inputs]
-    try:
+    with tolerated():  # The network may compute in a precision of its own.
         return double, wide, [outputs_of(shared_view(double, row), x) for x in wide]
-    except Exception as error:  # The network computes in a precision of its own.
-        raise_if_explained(error)
-        return None
+    return None
 
 
 @torch.no_grad()
