@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -78,8 +78,7 @@ def declared(
     mixers += heads
     homes = [_parent(mixer.name) for mixer in mixers]
     settle(p for p in inside if p not in heads and not any(p.layers[0].startswith(f"{h}.") for h in homes))
-    experts = expert_groups(observed.modules, observed.block_of)
-    settle(_Proposal(name, [], variants, reason) for name, variants, reason in experts)
+    settle(_Proposal(*group) for group in expert_groups(observed.modules, observed.block_of))
     blocks = _blocks(observed, [m.module for g in groups for m in g.members], refused)
     if layer_stacks(model):
         channels = _stream(observed)
@@ -175,14 +174,14 @@ class _Proposal:
     """One size that may be elastic: the first of its variants that passes its trial.
 
     Attributes:
-        layers: the linear layers that a rule has looked at.
         reason: why there is no variant.
+        layers: the linear layers that a rule has looked at.
     """
 
     name: str
-    layers: list[str]
-    variants: list[Group] = field(default_factory=list)
+    variants: list[Group]
     reason: str = ""
+    layers: Sequence[str] = ()
 
 
 def _number(observed: Observation, path: str, names: Sequence[str], inherited: bool) -> int:
@@ -198,7 +197,7 @@ def _state_spaces(observed: Observation) -> Iterator[_Proposal]:
     for path in observed.calls:
         if (group := state_group(path, observed.modules[path])) is not None:
             layers = [layer for layer in observed.layers if layer.startswith(f"{path}.")]
-            yield _Proposal(f"{path}.heads", layers, *group)
+            yield _Proposal(f"{path}.heads", *group, layers)
 
 
 def _stream(observed: Observation) -> Group | str:
@@ -239,7 +238,7 @@ def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
             members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
             several = module.num_heads > 1
             variants = [Group(name, "heads", module.num_heads, members)] if several else []
-            yield _Proposal(name, [path, out], variants, "" if several else "it has one head only")
+            yield _Proposal(name, variants, "" if several else "it has one head only", [path, out])
 
 
 def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator[_Proposal]:
@@ -256,7 +255,7 @@ def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator
             elif len(blocks) == 1 and group.axis != "width" and _is_within(observed, group, blocks[0]):
                 variants = [_with_neurons(observed, group, linear)]
             if variants:
-                yield _Proposal(variants[0].name, [m.module for m in linear], variants)
+                yield _Proposal(variants[0].name, variants, layers=[m.module for m in linear])
 
 
 def _is_within(observed: Observation, group: Group, block: str) -> bool:

@@ -199,10 +199,7 @@ class Relations:
                     self.homes.setdefault(id(tensor), []).append((path, name))
         self._functions: dict[fx.Node, _Labelled | _Moved | None] = {}
         self._trials: dict[Any, Any] = {}
-        self._around: dict[Any, list[fx.Node]] = {}
-        for node in self.nodes:
-            for key in self._keys(node):
-                self._around.setdefault(key, []).append(node)
+        self._around = grouped((key, node) for node in self.nodes for key in self._keys(node))
 
     def tensor(self, home: tuple[str, str]) -> Tensor:
         """Return a parameter or buffer."""

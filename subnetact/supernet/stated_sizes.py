@@ -33,8 +33,7 @@ def _state_features_(network: Any, originals: Mapping[str, nn.Module]) -> None:
     if not callable(getattr(network, "reset_classifier", None)):
         return
     heads = network.get_classifier()
-    heads = nn.ModuleList(heads if isinstance(heads, tuple) else [heads])
-    head = {id(part) for part in heads.modules()}
+    head = {id(m) for part in (heads if isinstance(heads, tuple) else (heads,)) for m in part.modules()}
     infos = getattr(network, "feature_info", None)
     infos = [info for info in infos if "module" in info] if isinstance(infos, list) else []
     sizes: dict[int, int] = {}  # full size -> the size in the subnet, of the last tensor with that axis
