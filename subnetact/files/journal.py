@@ -82,16 +82,15 @@ class Journal:
     def _read(self, resume: bool) -> None:
         header, records, length = JOURNAL.read_lines(self.path)
         known = ""
-        for number, line in enumerate((header, *records), start=1):
-            with self.fields():
-                found = line.pop("sum")
-            _, known = signed(known, line)
-            if found != known:
-                raise FileFormatError(
-                    f"{self.path}, line {number}: changed since it was written; restore the file, or remove "
-                    f"{self._removable} to begin anew"
-                )
         with self.fields():
+            for number, line in enumerate((header, *records), start=1):
+                found = line.pop("sum")
+                _, known = signed(known, line)
+                if found != known:
+                    raise FileFormatError(
+                        f"{self.path}, line {number}: changed since it was written; restore the file, or "
+                        f"remove {self._removable} to begin anew"
+                    )
             before = header["environment"]
             if not all(isinstance(found["record"], str) for found in records):
                 raise TypeError("the name of a record is not a string")

@@ -237,12 +237,8 @@ class LatencyTable:
         """
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
-        factors = {name: 1.0 if name.startswith(NOT_IN_MS) else factor for name in self.statistics}
-        return replace(
-            self,
-            latency_ms=self.latency_ms * factor,
-            statistics={name: values * factors[name] for name, values in self.statistics.items()},
-        )
+        further = {n: a if n.startswith(NOT_IN_MS) else a * factor for n, a in self.statistics.items()}
+        return replace(self, latency_ms=self.latency_ms * factor, statistics=further)
 
     def latency_at(self, subnet: int | str, batch_size: float) -> float:
         """Return the latency of one subnet at any batch size, linear between measured ones.
