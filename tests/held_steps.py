@@ -44,7 +44,7 @@ class Gate:
 def steer(policy: StepPolicy, choose: Callable[[], int]) -> None:
     """Let a function choose the subnet of every step."""
 
-    def chosen(slack_ms: float, **facts: Any) -> int:
+    def chosen(*size: float, **facts: Any) -> int:
         policy.lifted, policy.tabled_ms = False, 1.0
         return choose()
 

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from operator import attrgetter
 
@@ -76,6 +76,7 @@ class Step:
         self.size = len(held), sum(held) / len(held) if held else 1.0, prompts
 
 
+@dataclass(eq=False)
 class StepScheduler:
     """Decides what steps compute, one after the other. Times are in ms, of any clock.
 
@@ -87,35 +88,33 @@ class StepScheduler:
     `max_sequences`.
     """
 
-    def __init__(
-        self,
-        policy: StepPolicy,
-        *,
-        places: int,
-        step_tokens: int,
-        expired: str = "drop",
-        max_queue: float = math.inf,
-        watchdog_ms: float | None = None,
-        kinds: CacheKinds | None = None,
-    ) -> None:
-        self.policy = policy
-        self._accuracy = policy.table.known_accuracy()
+    policy: StepPolicy
+    _: KW_ONLY
+    places: int
+    step_tokens: int
+    expired: str = "drop"
+    max_queue: float = math.inf
+    watchdog_ms: float | None = None
+    kinds: CacheKinds | None = None
+
+    def __post_init__(self) -> None:
+        self._accuracy = self.policy.table.known_accuracy()
         rows = range(len(self._accuracy))
-        self._kinds = kinds or CacheKinds([0] * len(rows), [0] * len(rows))
+        self._kinds = self.kinds or CacheKinds([0] * len(rows), [0] * len(rows))
         best = self._kinds.shared[max(rows, key=self._accuracy.__getitem__)]
         self._usual = frozenset(row for row in rows if self._kinds.shared[row] == best)
-        self._places = check_count(places, "max_sequences")
-        self._step_tokens = check_count(step_tokens, "step_tokens")
-        self._drop = expired_rule(expired, ("drop", "serve")) == "drop"
-        self._max_queue = max_queue
-        self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
+        check_count(self.places, "max_sequences")
+        check_count(self.step_tokens, "step_tokens")
+        self._drop = expired_rule(self.expired, ("drop", "serve")) == "drop"
+        if self.watchdog_ms is not None:
+            self.watchdog_ms = check_positive(self.watchdog_ms, "watchdog_ms")
         self.requests: dict[int, StepRequest] = {}  # those that have not ended
         self._active: dict[int, StepRequest] = {}  # those with a place, in the order in which they got it
         self._waiting: list[StepRequest] = []  # the others, by their `order`
         self.step: Step | None = None
         self.closed: str | None = None  # why no request is accepted any more
         self.counts: Counter[str] = Counter()  # fields of `GeneratorStats`
-        self.steps = [0] * len(policy.table.subnets)  # how many each subnet ran
+        self.steps = [0] * len(rows)  # how many each subnet ran
         self._numbers = count()
         self._limit_ms = math.inf  # when what runs is taken to hang
 
@@ -134,7 +133,7 @@ class StepScheduler:
         if self._drop:
             self._refuse_hopeless(request)
         shed: list[StepRequest] = []
-        if len(self.requests) >= self._max_queue:
+        if len(self.requests) >= self.max_queue:
             full = QueueFull(f"{len(self.requests)} requests are under way; try again later")
             shed = [one for one in self._waiting[-1:] if one.ask.sheddable and not request.ask.sheddable]
             if not shed:
@@ -159,8 +158,8 @@ class StepScheduler:
         if ask.deadlines.total_ms is not None:
             known = max(ask.least, 1) if ask.stop else ask.answer
             limit_ms, name = ask.deadlines.total_ms, "deadline_ms"
-        steps, rest = divmod(len(ask.prompt), self._step_tokens)
-        sizes = (steps, (0, 1.0, self._step_tokens)), (1, (0, 1.0, rest)), (known - 1, (1, len(ask.prompt)))
+        steps, rest = divmod(len(ask.prompt), self.step_tokens)
+        sizes = (steps, (0, 1.0, self.step_tokens)), (1, (0, 1.0, rest)), (known - 1, (1, len(ask.prompt)))
         among = frozenset().union(*[phase.among for phase in request.planned])
         known_ms = [(number, self.policy.table.latencies_ms(*size)) for number, size in sizes]
         least_ms = sum([number * min([times_ms[i] for i in among]) for number, times_ms in known_ms])
@@ -183,7 +182,7 @@ class StepScheduler:
 
     def prepare(self, now_ms: float) -> None:
         """Take what runs from now on to hang after a while, although no step has begun; inf: never."""
-        self._limit_ms = now_ms + patience_ms(self._watchdog_ms)
+        self._limit_ms = now_ms + patience_ms(self.watchdog_ms)
 
     def candidates(self, now_ms: float) -> Step:
         """Return the next step, of whose candidates the caller takes those with room.
@@ -192,18 +191,18 @@ class StepScheduler:
         compute more without making those late who decode are continued in later steps.
         """
         ready = sorted(self._active.values(), key=lambda one: one.left > 0)
-        ready += self._waiting[: self._places - len(self._active)]
+        ready += self._waiting[: self.places - len(self._active)]
         if ready and not frozenset.intersection(*[one.among for one in ready]):
             first = min(ready, key=lambda one: (one.missed < MOST_MISSED, one.due_ms, -one.missed))
             ready.remove(first)
             ready.insert(0, first)
         joining = {one for one in ready if one.number not in self._active}
         every = frozenset(range(len(self.steps)))
-        self.step = Step(ready, joining, self._step_tokens, every)
+        self.step = Step(ready, joining, self.step_tokens, every)
         if held := [one for one in ready if not one.left]:
             count, slack_ms = len(held), min([one.due_ms for one in held]) - now_ms
             room = self.policy.prompt_room(count, sum([one.length for one in held]) / count, slack_ms)
-            self.step.budget = min(self._step_tokens, count + room)
+            self.step.budget = min(self.step_tokens, count + room)
         return self.step
 
     def begin(self, now_ms: float) -> Step | None:
@@ -227,7 +226,7 @@ class StepScheduler:
         step.measure()
         policy = self.policy
         slack_ms = min([request.due_ms for request in [*others, *(one for one, _ in step.parts)]]) - now_ms
-        crowd = Crowd(now_ms, self._active.values(), self._waiting, self._places)
+        crowd = Crowd(now_ms, self._active.values(), self._waiting, self.places)
         step.subnet = policy.choose(slack_ms, *step.size, among=step.among, crowd=crowd)
         for one in step.answered:
             end = one.planned[0].end
@@ -236,7 +235,7 @@ class StepScheduler:
         step.tabled_ms = policy.tabled_ms
         self.counts["lifted"] += policy.lifted and len({request.among for request, _ in step.parts}) > 1
         expected_ms, known = policy.slowdown * step.tabled_ms, self.steps[step.subnet] > 0
-        self._limit_ms = now_ms + patience_ms(self._watchdog_ms, expected_ms, known, LEAST_PATIENCE_MS)
+        self._limit_ms = now_ms + patience_ms(self.watchdog_ms, expected_ms, known, LEAST_PATIENCE_MS)
         self.steps[step.subnet] += 1
         return step
 

@@ -107,7 +107,7 @@ class Driver:
 
     def admit(self, future: Any, loop: Any, x: Any, deadline_ms: float | None, *terms: Any) -> Request:
         """Queue an input, with the terms of an `Ask`; `loop` is None if the future is an `AnswerFuture`."""
-        usual_ms, count = self.scheduler.dispatcher.context.slo_ms, len(self.scheduler.tables)
+        usual_ms, count = self.scheduler.dispatcher.slo_ms, len(self.scheduler.tables)
         try:
             ask = Ask.checked(self._floors, usual_ms if deadline_ms is None else deadline_ms, *terms)
             self.check(x)
@@ -164,9 +164,7 @@ class Driver:
         failure: BaseException | None = None
         turn = Turn(worker, self._name)
         try:
-            enter: Any = getattr(self.runners[worker], "enter_worker", None)
-            if enter is not None:
-                enter(self.threads)
+            getattr(self.runners[worker], "enter_worker", lambda _: None)(self.threads)
             with self.lock:
                 self.scheduler.workers.started(worker, self.clock_ms())
             while (work := self._next(turn)) is not None:
@@ -402,10 +400,8 @@ class Driver:
         if outcomes:
             self._owed.put(outcomes)
         for job in hung:
-            abandon: Any = getattr(self.runners[job.worker], "abandon", None)
-            if abandon is not None:
-                with suppress(Exception):  # the worker is replaced in any case
-                    abandon()
+            with suppress(Exception):  # the worker is replaced in any case
+                getattr(self.runners[job.worker], "abandon", lambda: None)()
         for worker in revived:
             try:
                 self._start(worker)

@@ -24,7 +24,7 @@ from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.scheduling.checks import by_name, check_accuracy, check_time
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.event_loop import EventLoop, arriving
-from subnetact.serving.simulation.result import SimulationResult
+from subnetact.serving.simulation.result import RequestLog, SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
 _MOST_INPUTS = 1000
@@ -234,12 +234,12 @@ def estimate_pipeline(
         policy = HullFit(table, max(share_ms, table.fastest_ms))
         how: Any = {"slo_ms": float(np.median(slo_ms)), "expired": "defer", "watchdog_ms": math.inf}
         scheduler = Scheduler(policy, [table], workers=choice.workers, **how)
-        result = EventLoop(policy, scheduler, feed, len(requests), requests=True).run()
-        served_by = result.served_by
+        served_by, log = [0] * len(table.subnets), RequestLog.empty(len(requests))
+        result = SimulationResult(len(requests), served_by=served_by, log=log)
+        EventLoop(policy, scheduler, feed, result).run()
         accuracy = np.average(table.accuracy, weights=served_by) if any(served_by) else math.nan
         found[name] = StageEstimate(ready[requests], float(accuracy), result)
-        finish_ms = result.log.finish_ms  # type: ignore[union-attr]
-        alive[requests[np.isnan(finish_ms)]] = False
-        np.fmax.at(left[name], requests, finish_ms)
+        alive[requests[np.isnan(log.finish_ms)]] = False
+        np.fmax.at(left[name], requests, log.finish_ms)
     ends = np.fmax.reduce(list(left.values()))
     return PipelineEstimate(np.where(alive, ends - arrivals, np.nan), model.slo_ms, found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -74,6 +75,7 @@ class _Plan:
         return PolicyError(f"{type(self.policy).__name__} answered {answer}")
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Applies the rule for expired requests, asks the policy, and forms the batch.
 
@@ -110,31 +112,30 @@ class Dispatcher:
         TableError: the accuracy of a subnet is not known.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        tables: Sequence[LatencyTable],
-        free_at_ms: list[float],
-        slo_ms: float,
-        expired: str,
-        on_drop: Callable[[list[Request]], None],
-    ) -> None:
+    policy: Policy
+    tables: Sequence[LatencyTable]
+    free_at_ms: list[float]
+    slo_ms: float
+    expired: str
+    on_drop: Callable[[list[Request]], None]
+
+    def __post_init__(self) -> None:
+        policy, tables = self.policy, self.tables
         table = check_accuracy(tables[-1])
-        self.expired = expired_rule(expired)
+        expired_rule(self.expired)
         self.slowness = 1.0
         self.limits: dict[int, int] = {}
         self.queue = EDFQueue()
         self.deferred = EDFQueue()
-        self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
-        self._on_drop = on_drop
+        self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * self.slo_ms))
         self.taken: list[Request] = []
         self._accuracy = table.known_accuracy()
         self._sizes = table.batch_sizes
         retabled: Any = getattr(policy, "retabled", lambda _: policy)
         self.plans = [self.plan(policy if one is table else retabled(one), one) for one in tables]
         self._shaped = len(tables) > 1
-        expire = None if expired == "serve" else self._expire
-        self.context = Context(self.queue, self.arrivals, free_at_ms, slo_ms, expire)
+        expire = None if self.expired == "serve" else self._expire
+        self.context = Context(self.queue, self.arrivals, self.free_at_ms, self.slo_ms, expire)
 
     def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
         """Return what `plans` takes; this costs time and changes nothing, so it needs no lock."""
@@ -255,7 +256,7 @@ class Dispatcher:
     def _drop_or_defer(self, requests: list[Request]) -> None:
         self.context.expired += len(requests)
         if self.expired == "drop":
-            self._on_drop(requests)
+            self.on_drop(requests)
         else:
             for request in requests:
                 self.deferred.push(request)

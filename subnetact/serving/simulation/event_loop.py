@@ -18,7 +18,7 @@ from subnetact.errors import PolicyError, WorkerDied
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.request import Ask, Job, Request
 from subnetact.serving.scheduling.scheduler import Scheduler
-from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult, count_batch
+from subnetact.serving.simulation.result import Decision, SimulationResult, count_batch
 
 _CHUNK = 32768
 _LEAST_FACTOR = 0.1
@@ -61,33 +61,25 @@ class EventLoop:
     Time advances only when no idle worker has anything to serve. Requests are numbered by arrival. A job of a
     policy that preempts runs in steps of layer blocks; after each of them the scheduler may let an urgent job
     go first, and the suspended one goes on afterwards on the same worker. `feed` are the requests as they
-    arrive, so many as there are `number`, and `factors` those of their latencies. The other arguments are as
+    arrive, which are counted in `result`, and `factors` those of their latencies. The other arguments are as
     in `simulate`, which checks them.
     """
 
     policy: Policy
     scheduler: Scheduler
     feed: Iterator[Request]
-    number: int
+    result: SimulationResult
     _: KW_ONLY
     factors: Iterator[float] = field(default_factory=lambda: repeat(1.0))
     overhead_ms: float = 0.0
     events: Sequence[WorkerEvent] = ()
     blocks: int = 1
     look_ms: float = 0.0
-    decisions: bool = False
-    requests: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
         getattr(self.policy, "reset", lambda: None)()
         self._accuracy = self.scheduler.tables[-1].known_accuracy()
-        self._result = SimulationResult(
-            requests=self.number,
-            served_by=[0] * len(self._accuracy),
-            decisions=[] if self.decisions else None,
-            log=RequestLog.empty(self.number) if self.requests else None,
-        )
         self._switch_ms = float(getattr(self.policy, "switch_ms", 0.0))
         self._now = 0.0
         self._idle = list(range(len(self.scheduler.workers.free_at_ms)))
@@ -101,7 +93,11 @@ class EventLoop:
         self._serial = count(1)
         self._next = next(self.feed, None)  # the request that arrives next
         self._bar = tqdm(
-            total=self.number, unit="req", unit_scale=True, delay=1, disable=not self.progress or None
+            total=self.result.requests,
+            unit="req",
+            unit_scale=True,
+            delay=1,
+            disable=not self.progress or None,
         )
 
     def run(self) -> SimulationResult:
@@ -169,16 +165,16 @@ class EventLoop:
         took = job.expected_ms * next(self.factors) + self.overhead_ms  # which the policy does not see
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
-                self._result.switches += 1
+                self.result.switches += 1
                 took += self._switch_ms
             self._last_subnet[worker] = subnet
         blocks = self.blocks
         steps = blocks / self.scheduler.block_length(job, blocks)
         run = _Run(job, now, took + self.look_ms * (math.ceil(steps) - 1), steps, before)
         self._plan_step(run)
-        if self._result.decisions is not None:
+        if self.result.decisions is not None:
             asked = worker, job.queued, job.slack_ms, subnet, job.size, len(job.part)
-            self._result.decisions.append(Decision(now, *asked, run.finish_ms))
+            self.result.decisions.append(Decision(now, *asked, run.finish_ms))
 
     def _plan_step(self, run: _Run) -> None:
         """Note when the next step of a job ends."""
@@ -205,7 +201,7 @@ class EventLoop:
             heappush(self._idle, worker)
 
     def _count(self, run: _Run) -> None:
-        result, job, finish = self._result, run.job, run.finish_ms
+        result, job, finish = self.result, run.job, run.finish_ms
         late = bisect_left(job.part, finish, key=lambda request: request.deadline_ms)
         count_batch(result, job.subnet, self._accuracy[job.subnet], len(job.part) - late, late, finish)
         if result.log is not None:
@@ -230,7 +226,7 @@ class EventLoop:
         self.scheduler.lost(worker, WorkerDied(f"worker {worker} went down"), self._now)
 
     def _finished(self) -> SimulationResult:
-        result, counts, waiting = self._result, self.scheduler.counts, len(self.scheduler)
+        result, counts, waiting = self.result, self.scheduler.counts, len(self.scheduler)
         if waiting and self._idle:
             raise PolicyError(
                 f"{type(self.policy).__name__} left {waiting} requests waiting on idle workers; "

@@ -18,7 +18,7 @@ from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.scheduler import Scheduler
 from subnetact.serving.simulation.event_loop import EventLoop, WorkerEvent, arriving, noise_factors
-from subnetact.serving.simulation.result import SimulationResult
+from subnetact.serving.simulation.result import RequestLog, SimulationResult
 from subnetact.serving.simulation.traces import checked_arrivals, numeric_arguments
 
 __all__ = ["WorkerEvent", "simulate"]
@@ -123,19 +123,20 @@ def simulate(
                 raise TraceError(f"events: {change} needs a finite time and a worker from 0 to {workers - 1}")
         ranks = _per_request(priority, count, "priority", least=-(2.0**53)).astype(np.int64)
         rng = np.random.default_rng(seed)
+    result = SimulationResult(count, served_by=[0] * len(table.subnets))
+    result.decisions = [] if decisions else None
+    result.log = RequestLog.empty(count) if requests else None
     how: Any = {"slo_ms": float(np.median(slo)), "expired": expired, "shares": shares}
     return EventLoop(
         policy,
         Scheduler(policy, [table], workers=workers, watchdog_ms=math.inf, **how),
         arriving(clients, arrivals, slo, floors.of_all(asked), ranks),
-        count,
+        result,
         factors=noise_factors(check_margin(noise, "noise"), rng),
         overhead_ms=check_margin(overhead_ms, "overhead_ms"),
         events=changes,
         blocks=check_count(blocks, "blocks"),
         look_ms=check_margin(look_ms, "look_ms"),
-        decisions=decisions,
-        requests=requests,
         progress=progress,
     ).run()
 
