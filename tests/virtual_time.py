@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from subnetact.serving.live.driver import is_settled
+
 __all__ = ["VirtualTime"]
 
 LIMIT_S = 60.0
@@ -88,21 +90,8 @@ class VirtualTime:
 
     def _is_settled(self) -> bool:
         with self._lock:
-            resting = len(self._sleepers)
-        threads, changed = 0, set()
-        for driver in self._watched:
-            with driver.lock:
-                states = driver.scheduler.workers
-                threads += len(states.free_at_ms)
-                idle = len(driver._work._waiters)
-                if driver._undelivered or (idle and len(driver.scheduler)):
-                    return False
-                resting += idle - sum(one.hung_threads for one in states._workers)
-                changed.add(driver._turns.changed)
-                waiting = driver._turns._waiting.items()
-                if any(turns and worker not in driver._turns.holders for worker, turns in waiting):
-                    return False
-        return resting + sum(len(condition._waiters) for condition in changed) == threads
+            asleep = len(self._sleepers)
+        return is_settled(self._watched, asleep)
 
     def send(self, arrivals: Iterable[tuple[float, Callable[[], Any]]]) -> list[Any]:
         """Plan calls at (ms from now, function), run them all, and return what they returned, in order."""

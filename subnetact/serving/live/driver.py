@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -86,7 +86,7 @@ class Driver:
         self.learner = Learner(tables, scheduler.dispatcher, self.lock, self.clock_ms, self.learn)
         self._accuracy, self._floors = tables[-1].known_accuracy(), Floors(tables[-1])
         self._work, self._watch, self._drained = (threading.Condition(self.lock) for _ in range(3))
-        self._undelivered = 0
+        self._undelivered = self._idle = 0
         self._waking = self._watchdog_sleeps = False
         self._current: dict[int, threading.Thread] = {}
         self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
@@ -199,7 +199,9 @@ class Driver:
                 self._waking = False
                 if not len(self.scheduler):
                     self._turns.give_up(turn)
+                    self._idle += 1
                     self._work.wait()
+                    self._idle -= 1
                     continue
                 self._turns.want(turn)
                 if not self._turns.begin(turn, self.clock_ms()):
@@ -482,6 +484,25 @@ class Driver:
     def is_current(self) -> bool:
         """Return whether the caller runs on one of these threads, as callbacks of futures do."""
         return threading.current_thread() in (*self._helpers, *self._current.values())
+
+
+def is_settled(drivers: Collection[Driver], computing: int) -> bool:
+    """Tell whether all workers' threads of some drivers wait, but for so many that compute or hang.
+
+    Nothing happens any more then until a request comes, a computation ends or the time is later.
+    """
+    waiting = -computing
+    for turns in {driver._turns for driver in drivers}:
+        with turns.lock:
+            if turns.may_begin():
+                return False
+            waiting -= turns.waiting()
+    for driver in drivers:
+        with driver.lock:
+            if driver._undelivered or (driver._idle and len(driver.scheduler)):
+                return False
+            waiting += driver.scheduler.workers.threads() - driver._idle
+    return not waiting
 
 
 def _thread(name: object, target: Callable[..., None], *args: Any) -> threading.Thread:

@@ -44,6 +44,14 @@ class Turns:
             waiting.append(turn)
             self._virtual[turn.name] = max(self._virtual[turn.name], self._now)
 
+    def waiting(self) -> int:
+        """Return how many turns wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def may_begin(self) -> bool:
+        """Tell whether a turn waits for a worker that is free."""
+        return any(turns and worker not in self.holders for worker, turns in self._waiting.items())
+
     def give_up(self, turn: Turn) -> None:
         """Let a turn wait no longer."""
         if turn in self._waiting.get(turn.worker, ()):

@@ -56,6 +56,10 @@ class WorkerStates:
         """Return the number of workers that are up."""
         return sum(map(self.is_up, range(len(self._workers))))
 
+    def threads(self) -> int:
+        """Return how many threads they have, one for each and those that hang."""
+        return sum(1 + one.hung_threads for one in self._workers)
+
     def is_opening(self) -> bool:
         """Return whether a worker starts that was not lost since its last batch, as all do at first."""
         return any(one.starting and not one.losses for one in self._workers)
