@@ -26,8 +26,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, profile_latency
+from subnetact.digits import validation_and_test
 from subnetact.errors import InvalidRequest, RequestError
-from subnetact.serve.digits_engine import digits_engine, unseen_digits
+from subnetact.serve.digits_engine import digits_engine
 from subnetact.serving import Answer, Context, Fixed, Policy
 
 SLO_MS = 100.0
@@ -168,7 +169,7 @@ class Contest:
     def __init__(self, part_s: float, folder: Path) -> None:
         self.part_s = part_s
         self.folder = folder
-        data = unseen_digits()
+        data = validation_and_test(3, seed=1)[1]
         pages = len(data.images) // PAGE
         self.pages = list(data.images[: pages * PAGE].view(pages, PAGE, *data.images.shape[1:]))
         self.labels = list(data.labels[: pages * PAGE].view(pages, PAGE))

@@ -25,7 +25,8 @@ from harness import ROOT
 from load_test import ask_server, summary, trace
 from tqdm import tqdm
 
-from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
+from subnetact.digits import validation_and_test
+from subnetact.serve.digits_engine import digits_engine, profiled
 
 SLO_MS = 60.0
 RESERVE_MS = 10.0
@@ -37,7 +38,7 @@ def http_section(
     seeds: Sequence[int], seconds: float, rates: Sequence[float], fixed: Sequence[int] = range(6)
 ) -> dict[str, Any]:
     """Measure every server at every rate and seed, in random order; return medians over the seeds."""
-    engine, data = digits_engine(), unseen_digits()
+    engine, data = digits_engine(), validation_and_test(3, seed=1)[1]
     engine.tables["cpu"] = profiled(engine)
     images, labels = list(data.images.numpy()), data.labels.tolist()
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}

@@ -32,7 +32,8 @@ from harness import ROOT, Run, options_of, run, table
 from load_test import HttpClient, Reply, Sent, run_open_loop, trace
 
 from subnetact import profile_latency
-from subnetact.serve.digits_engine import digits_engine, unseen_digits
+from subnetact.digits import validation_and_test
+from subnetact.serve.digits_engine import digits_engine
 
 HERE = ROOT / "benchmarks"
 PAGE = 16
@@ -63,7 +64,7 @@ class Pages:
     """Digits that no subnet has seen, 16 per page, as bodies of requests."""
 
     def __init__(self) -> None:
-        data = unseen_digits()
+        data = validation_and_test(3, seed=1)[1]
         count = len(data.images) // PAGE
         images = data.images[: count * PAGE].numpy().reshape(count, PAGE, 1, 16, 16)
         self.labels = data.labels[: count * PAGE].numpy().reshape(count, PAGE)

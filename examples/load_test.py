@@ -32,9 +32,9 @@ from tqdm import tqdm
 from yarl import URL
 
 from subnetact.command import OptionFormatter, reported, run_command
+from subnetact.digits import validation_and_test
 from subnetact.errors import ServeError
 from subnetact.files.documents import write_json
-from subnetact.serve.digits_engine import unseen_digits
 from subnetact.serving import bursty, load_trace, poisson, time_varying
 from subnetact.serving.simulation.datasets import TRACES
 from subnetact.serving.simulation.traces import from_timestamps
@@ -340,7 +340,7 @@ def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | Non
             raise ServeError("labels: give --inputs too, whose classes they are")
         name, shape, dtype = asyncio.run(served_input(args.url, args.token))
         if name == "digits":
-            digits = unseen_digits()
+            digits = validation_and_test(3, seed=1)[1]
             if tuple(digits.images.shape[1:]) == shape:
                 return digits.images.numpy(), digits.labels.tolist()
         rng = np.random.default_rng(args.seed)

@@ -1,9 +1,9 @@
-"""The embedded digits supernet as an engine that is ready to serve, and digits to send to it."""
+"""The embedded digits supernet as an engine that is ready to serve."""
 
 from __future__ import annotations
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
+from subnetact.digits import load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.sweep import BATCH_SIZES, profile_latency
@@ -40,8 +40,3 @@ def profiled(engine: Engine) -> LatencyTable:
     """Measure the latency table of an engine on this machine."""
     engine.prepare(BATCH_SIZES)
     return profile_latency(engine, statistic="p90", warmup_ms=5.0, min_time_ms=60.0, mode="as served")
-
-
-def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:
-    """Return `copies` of each held-out digit on which no accuracy was measured, distorted by `seed`."""
-    return validation_and_test(copies, seed)[1]

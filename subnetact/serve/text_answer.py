@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,6 +23,9 @@ from subnetact.serve.text_bodies import ChatBody, TextBody, error_document
 from subnetact.serve.text_codec import TextCodec
 from subnetact.serving.live.batcher import monotonic_ms
 from subnetact.serving.live.histograms import Histogram
+
+Asked = tuple[TextBody, list[list[int]], dict[str, Any]]
+"""The body of a request, the tokens of its prompts, and the arguments of `Generator.submit`."""
 
 
 class TextService(NamedTuple):
@@ -117,14 +120,8 @@ class Choice:
 class TextAnswer:
     """The answer to one request, whose `n` choices are requests of their own to the generator."""
 
-    def __init__(
-        self,
-        service: TextService,
-        body: TextBody,
-        prompts: Sequence[list[int]],
-        options: Mapping[str, Any],
-        exchange: Exchange,
-    ) -> None:
+    def __init__(self, service: TextService, asked: Asked, exchange: Exchange) -> None:
+        body, prompts, options = asked
         self.body, self._service, self._prompt = body, service, sum(map(len, prompts))
         self._exchange = exchange
         self._chat = isinstance(body, ChatBody)

@@ -14,7 +14,7 @@ from subnetact.generation import Generator
 from subnetact.serve.base_app import BaseApp, Exchange, taking
 from subnetact.serve.exchange import JSON, Raw, Refusal, reply
 from subnetact.serve.limits import Limits
-from subnetact.serve.text_answer import EventStream, TextAnswer, TextService
+from subnetact.serve.text_answer import Asked, EventStream, TextAnswer, TextService
 from subnetact.serve.text_bodies import (
     MOST_ANSWERS,
     ChatBody,
@@ -30,7 +30,6 @@ from subnetact.serving.live.prometheus import buckets, family_of, stat_metrics
 IGNORED_TEXT = "Fields of bodies that clients sent and that this server does not look at."
 FIRST_TEXT = "Time from the arrival of a request to each first token."
 BETWEEN_TEXT = "Time from one token of an answer to the next."
-Asked = tuple[TextBody, list[list[int]], dict[str, Any]]
 
 
 class TextApp(BaseApp):
@@ -115,7 +114,7 @@ class TextApp(BaseApp):
     async def _complete(self, kind: type[TextBody], exchange: Exchange) -> Response:
         read = partial(self._asked, kind, exchange)
         async with self.body(exchange, self.body_bytes) as raw:
-            answer = TextAnswer(self.service, *await self.decoded(read, raw), exchange)
+            answer = TextAnswer(self.service, await self.decoded(read, raw), exchange)
             try:
                 if not answer.body.stream:
                     return reply(await answer.whole())
@@ -127,7 +126,7 @@ class TextApp(BaseApp):
                 raise
 
     def _asked(self, kind: type[TextBody], exchange: Exchange, raw: Raw) -> Asked:
-        """Return the body of a request, the tokens of its prompts, and the arguments of `submit`."""
+        """Return what a request asks for."""
         body, service = kind.read(raw), self.service
         terms = body.completed(TextTerms, exchange.header_values(TextTerms), self.limits.deadline_ms)
         if body.model not in (None, service.name):

@@ -23,7 +23,7 @@ from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.driver import Driver
 from subnetact.serving.live.prometheus import Collector
-from subnetact.serving.live.runner import Runner, check_runner, open_processes, runner_per_worker
+from subnetact.serving.live.runner import Runner, check_runner, check_start, open_processes, runner_per_worker
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import Turns
 from subnetact.serving.policies.hullfit import HullFit
@@ -171,8 +171,8 @@ class Batcher(ClosedOnExit):
             raise PolicyError(f"clock_ms: {clock!r} is no function that returns a finite time, in ms")
         runners = runner_per_worker(engine, workers)
         for runner in runners:
-            threads = None if process else threads_per_worker
-            check_runner(runner, tables, policy, threads, finite=check_finite, in_processes=process)
+            check_runner(runner, tables, None if process else threads_per_worker, check_finite)
+            check_start(policy, runner, process)
         warn_of_doubts(tables, runners, threads_per_worker)
         check: Any = runners[0].check
         self.accuracy: Mapping[int, float] = dict(enumerate(table.accuracy))

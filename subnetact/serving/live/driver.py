@@ -36,7 +36,7 @@ from subnetact.serving.live.runner import Runner
 from subnetact.serving.live.stats import BatcherStats, Counters
 from subnetact.serving.live.turns import Turn, Turns
 from subnetact.serving.scheduling.floors import Floors
-from subnetact.serving.scheduling.request import Ask, Job, Request
+from subnetact.serving.scheduling.request import Job, Request, checked_ask
 from subnetact.serving.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Driver:
         """Queue an input, with the terms of an `Ask`; `loop` is None if the future is an `AnswerFuture`."""
         usual_ms, count = self.scheduler.dispatcher.slo_ms, len(self.scheduler.tables)
         try:
-            ask = Ask.checked(self._floors, usual_ms if deadline_ms is None else deadline_ms, *terms)
+            ask = checked_ask(self._floors, usual_ms if deadline_ms is None else deadline_ms, *terms)
             self.check(x)
             request = Request(ask, self.clock_ms(), x)
             request.future, request.loop = future, loop
@@ -292,8 +292,7 @@ class Driver:
             latencies: list[float] = []
             met = 0
             for request in [part[i] for i in rejected if part[i].open]:
-                error = OutputNotFinite(_OUTPUT % job.subnet)
-                self.scheduler.reject(request, error)
+                self.scheduler.reject(request, OutputNotFinite(_OUTPUT % job.subnet))
             for request, output in zip(part, outputs, strict=True):
                 if request.open:
                     in_time = now <= request.deadline_ms

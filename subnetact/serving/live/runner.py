@@ -72,15 +72,7 @@ def runner_per_worker(engine: Any, workers: int) -> list[Runner]:
     return [engine] * workers
 
 
-def check_runner(
-    engine: Any,
-    tables: Sequence[LatencyTable],
-    policy: Policy,
-    threads: int | None,
-    *,
-    finite: bool,
-    in_processes: bool,
-) -> None:
+def check_runner(engine: Any, tables: Sequence[LatencyTable], threads: int | None, finite: bool) -> None:
     """Refuse a runner that cannot do what a batcher needs of it."""
     if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
         raise PolicyError(
@@ -111,6 +103,10 @@ def check_runner(
             f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
             "one per shape: profile_latency(engine, shape=i)"
         )
+
+
+def check_start(policy: Policy, engine: Any, in_processes: bool) -> None:
+    """Refuse a policy that interrupts batches if the runner cannot `start` them, or processes run them."""
     if not hasattr(policy, "preempt"):
         return
     name = type(policy).__name__

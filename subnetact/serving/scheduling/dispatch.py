@@ -48,8 +48,7 @@ class _Plan:
         self.fastest = table.fastest_ms
         self.largest = largest_batches(table)
         self.cheapest = cheapest_from(table, [0.0])[0]
-        most = self.largest[self.cheapest]
-        self.full = self._latency[self.cheapest][self._pad[most]], most
+        self.full = self.batch(self.cheapest, self.largest[self.cheapest])
         cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
         least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
         per_request = [(tau,) for tau in time_per_request(table)]
@@ -161,7 +160,7 @@ class Dispatcher:
             self.remove_expired(now_ms)
         if self.expired != "serve" and queue.prioritised and len(queue) > 1:
             plan = self.plans[-1]
-            slower, (full_ms, most) = self.slowness, plan.full
+            slower, (most, full_ms) = self.slowness, plan.full
             lasts = (slower * full_ms, most), slower * plan.fastest
             positions = unaffordable(queue, now_ms, self.context.free_at_ms, *lasts)
             self._drop_or_defer(queue.take_at(positions))
@@ -199,7 +198,7 @@ class Dispatcher:
         if not len(queue):
             return None
         plan = self.plans[queue.request().shape]
-        return self._form(queue, worker, plan.cheapest, plan.full[1], len(queue), queue.deadline() - now_ms)
+        return self._form(queue, worker, plan.cheapest, plan.full[0], len(queue), queue.deadline() - now_ms)
 
     def _form(
         self, queue: EDFQueue, worker: int, subnet: int, size: int, queued: int, slack_ms: float

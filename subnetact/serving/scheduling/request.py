@@ -32,29 +32,24 @@ class Ask(NamedTuple):
     priority: int = 0
     client: str = ""
 
-    @classmethod
-    def checked(
-        cls,
-        floors: Floors,
-        deadline_ms: object,
-        min_accuracy: float | None = None,
-        priority: int | None = None,
-        client: str = "",
-    ) -> Ask:
-        """Return what a client asks for, see `Batcher.submit`; InvalidRequest if a value cannot be."""
-        time_ms, floor = check_deadline(deadline_ms), NO_FLOOR
-        if min_accuracy is not None:
-            asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
-            if not asked <= floors.best:
-                raise floors.unreachable(asked, InvalidRequest)
-            floor = floors(asked)
-        if priority is not None and type(priority) is not int:
-            raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
-        if priority is not None and not -(2**63) <= priority < 2**63:
-            raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
-        if not isinstance(client, str):
-            raise InvalidRequest(f"client: {client!r} is no name; give a string")
-        return _new(cls, (time_ms, floor, priority or 0, client))
+
+def checked_ask(
+    floors: Floors, deadline_ms: object, min_accuracy: float | None, priority: int | None, client: str
+) -> Ask:
+    """Return what a client asks for, see `Batcher.submit`; InvalidRequest if a value cannot be."""
+    time_ms, floor = check_deadline(deadline_ms), NO_FLOOR
+    if min_accuracy is not None:
+        asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
+        if not asked <= floors.best:
+            raise floors.unreachable(asked, InvalidRequest)
+        floor = floors(asked)
+    if priority is not None and type(priority) is not int:
+        raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
+    if priority is not None and not -(2**63) <= priority < 2**63:
+        raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
+    if not isinstance(client, str):
+        raise InvalidRequest(f"client: {client!r} is no name; give a string")
+    return _new(Ask, (time_ms, floor, priority or 0, client))
 
 
 class Request:

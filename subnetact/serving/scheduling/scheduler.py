@@ -369,8 +369,7 @@ class Scheduler:
         """
         if not self._suspects:
             return None
-        free = self.workers.free_at_ms
-        others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
+        others = any(ms < math.inf for other, ms in enumerate(self.workers.free_at_ms) if other != worker)
         for entry in list(self._suspects):
             request, subnet, lost_worker = entry
             if lost_worker != worker or not others:
