@@ -205,8 +205,6 @@ def _positions(modules: Any, inputs: bool = True) -> set[int]:
 
 def attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the innermost modules in a layer with an index of an entry in caches, each with its name."""
-    found = {name: template_of(module) for name, module in layer.named_modules() if name}
-    indexed = [name for name, module in found.items() if type(module.__dict__.get("layer_idx")) is int]
-    for name in indexed:
-        if not any(other.startswith(f"{name}.") for other in indexed):
-            yield name, found[name]
+    named = ((name, template_of(module)) for name, module in layer.named_modules() if name)
+    indexed = {name: module for name, module in named if type(vars(module).get("layer_idx")) is int}
+    yield from ((n, m) for n, m in indexed.items() if not any(o.startswith(f"{n}.") for o in indexed))
