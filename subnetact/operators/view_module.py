@@ -189,7 +189,15 @@ class _Setting:
 class _View(nn.Module):
     """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
+    __jit_unused_properties__ = ("resize_token_embeddings",)
+
+    @property
+    def resize_token_embeddings(self) -> Any:
+        """A method that refuses every call, if the template has one that resizes."""
+        getattr(super(), "resize_token_embeddings")  # noqa: B009
+        return self._refuse_resizing
+
+    def _refuse_resizing(self, *_: Any, **__: Any) -> Any:
         raise ViewError(
             "a view shares its embeddings with every other subnet; resize those of supernet.network, or of "
             "supernet.extract(spec)"
