@@ -366,7 +366,7 @@ class SubnetSpace:
         return self.chosen(itemgetter(-1))
 
     def narrowed(self, places: Collection[Place]) -> SubnetSpec:
-        """Return the largest subnet, but with the first choices in some slots: pairs of axis and position."""
+        """Return the largest subnet, with the first choices at some `places`: pairs of axis and position."""
         narrow = (place in places for place, _ in self._slots())
         return self.chosen(lambda choices: choices[0 if next(narrow) else -1])
 
