@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from subnetact.operators.kernel_table import kernel_for
 from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
+# Processes that tests start compile nothing again; a fifth of their imports was that.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 gc.set_threshold(10_000, 10, 10)  # with `frozen` below: garbage collections were an eighth of the time
 # Some virtual machines announce matrix units that they do not let a process use: oneDNN's bfloat16 kernels
 # then die of an illegal instruction.
@@ -34,6 +38,14 @@ define_missing()
 # An example may take as long as it takes: the machine may be busy.
 settings.register_profile("subnetact", deadline=None)
 settings.load_profile("subnetact")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let neighbours run in one worker, which has what they share; `-n` alone deals the tests out."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -18,10 +19,17 @@ sys.path.insert(0, {tests!r})
 from torchvision_operators import define_missing
 define_missing()
 warnings.simplefilter("ignore")
-import torch
+import os, torch
+{imports}
+for rank in "01":
+    if not os.fork():
+        break
+else:
+    sys.exit(sum(os.waitstatus_to_exitcode(os.wait()[1]) != 0 for _ in "01"))
+os.environ |= dict(RANK=rank, LOCAL_RANK=rank)
+os.chdir(rank)
 """
 END = """
-import os
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 sys.stderr.flush()
@@ -30,21 +38,21 @@ os._exit(0)  # Threads of torch that outlive the interpreter would abort now and
 
 
 def in_two_processes(script: str, folder: Path) -> None:
-    """Run a script in two processes; each has a folder of its own, `folder` / rank."""
+    """Run a script in two processes, forked once all is imported; each has a folder of its own, `folder` / rank."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / "script.py"
-    path.write_text(PRELUDE.format(tests=str(ROOT / "tests")) + script + END)
+    lines = [ast.unparse(line) for line in ast.parse(script).body if isinstance(line, ast.Import | ast.ImportFrom)]
+    prelude = PRELUDE.format(tests=str(ROOT / "tests"), imports="\n".join(lines))
+    path.write_text(prelude + script + END)
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     group |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
     }
-    workers = []
     for rank in ("0", "1"):
         (folder / rank).mkdir()
-        own = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        workers.append(subprocess.Popen([sys.executable, str(path)], cwd=folder / rank, env=own, **pipes))
-    errors = [worker.communicate(timeout=600)[1].decode() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(text[-3000:] for text in errors)
+    environment = {**os.environ, **group, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    done = subprocess.run([sys.executable, path], cwd=folder, env=environment, **pipes, timeout=600, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
