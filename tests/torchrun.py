@@ -19,7 +19,7 @@ sys.path.insert(0, {tests!r})
 from torchvision_operators import define_missing
 define_missing()
 warnings.simplefilter("ignore")
-import os, torch
+import os, torch._dynamo  # torch's optimizers import it
 {imports}
 for rank in "01":
     if not os.fork():
