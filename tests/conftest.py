@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import random
@@ -75,6 +76,15 @@ def int8_on_every_machine() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_table, "machine_facts", facts)
+        yield
+
+
+@pytest.fixture(scope="session")
+def read_once() -> Iterator[None]:
+    """Let onnxscript read its own sources once, and not for every export, a third of whose time it is."""
+    functions = pytest.importorskip("onnxscript._framework_apis.torch_2_5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "get_torchlib_ops", functools.cache(functions.get_torchlib_ops))
         yield
 
 

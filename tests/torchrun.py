@@ -38,21 +38,17 @@ os._exit(0)  # Threads of torch that outlive the interpreter would abort now and
 
 
 def in_two_processes(script: str, folder: Path) -> None:
-    """Run a script in two processes, forked once all is imported; each has a folder of its own, `folder` / rank."""
+    """Run a script in two processes, forked after its imports, each in a folder of its own, `folder` / rank."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / "script.py"
-    lines = [ast.unparse(line) for line in ast.parse(script).body if isinstance(line, ast.Import | ast.ImportFrom)]
-    prelude = PRELUDE.format(tests=str(ROOT / "tests"), imports="\n".join(lines))
+    imports = (line for line in ast.parse(script).body if isinstance(line, ast.Import | ast.ImportFrom))
+    prelude = PRELUDE.format(tests=str(ROOT / "tests"), imports="\n".join(map(ast.unparse, imports)))
     path.write_text(prelude + script + END)
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    group |= {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
+    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for rank in ("0", "1"):
         (folder / rank).mkdir()
-    environment = {**os.environ, **group, "PYTHONPATH": str(ROOT)}
+    own = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    done = subprocess.run([sys.executable, path], cwd=folder, env=environment, **pipes, timeout=600, text=True)
+    done = subprocess.run([sys.executable, path], cwd=folder, env=own, **pipes, timeout=600, text=True)
     assert done.returncode == 0, done.stderr[-6000:]

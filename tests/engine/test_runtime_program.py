@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from small_decoders import small_decoder
-from torch import Tensor
+from torch import Tensor, nn
 
-from subnetact import Engine, calibrate, insert_
+from subnetact import Engine, Supernet, calibrate, insert_
 from subnetact.digits import load_digits_supernet
 from subnetact.engine import runtime_program
 from subnetact.errors import EngineError, MissingExtra
 
 pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.usefixtures("read_once")
 IMAGE = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -25,8 +26,15 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def digits_engine(backend: str, **options: Any) -> Engine:
-    supernet = load_digits_supernet()
+def small_supernet() -> Supernet:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(1, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3)]
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return insert_(network.eval(), example=IMAGE[None])
+
+
+def engine_of(backend: str, supernet: Supernet | None = None, **options: Any) -> Engine:
+    supernet = supernet or small_supernet()
     spec = supernet.space.smallest()
     images = torch.randn(32, 1, 16, 16, generator=torch.Generator().manual_seed(2))
     calibrate(supernet, [spec], [images], progress=False)
@@ -44,7 +52,7 @@ def as_the_view(engine: Engine, x: Tensor) -> None:
 
 
 def test_answers_are_those_of_the_view_for_every_shape_value_and_number_of_threads(backend: str) -> None:
-    engine, threads = digits_engine(backend, memory_budget_mb=64), torch.get_num_threads()
+    engine, threads = engine_of(backend, load_digits_supernet(), memory_budget_mb=64), torch.get_num_threads()
     assert engine.mode_of(0) == backend
     for shape in ((1, 1, 16, 16), (3, 1, 16, 16), (2, 1, 20, 20)):
         as_the_view(engine, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
@@ -85,11 +93,11 @@ def test_named_inputs_of_several_lengths_and_structured_outputs_are_kept(backend
 
 
 def test_what_the_budget_has_no_room_for_runs_as_a_view_or_for_all_shapes_at_once(backend: str) -> None:
-    engine = digits_engine(backend, memory_budget_mb=0.01)
+    engine = engine_of(backend, memory_budget_mb=0.01)
     assert engine.mode_of(0) == "zero-copy"
     assert "does not fit in the budget" in engine.stats().unfused[0]
-    copy = digits_engine(backend, memory_budget_mb=64).stats().fused_bytes
-    engine = digits_engine(backend, memory_budget_mb=2.5 * copy / 2**20)
+    copy = engine_of(backend, memory_budget_mb=64).stats().fused_bytes
+    engine = engine_of(backend, memory_budget_mb=2.5 * copy / 2**20)
     for size in (1, 2, 5, 9):
         as_the_view(engine, IMAGE.expand(size, 1, 16, 16))
     assert engine.mode_of(0) == backend
@@ -97,7 +105,7 @@ def test_what_the_budget_has_no_room_for_runs_as_a_view_or_for_all_shapes_at_onc
 
 
 def test_weights_that_change_are_followed_and_a_bundle_keeps_the_choice(backend: str, tmp_path: Path) -> None:
-    engine, x = digits_engine(backend, memory_budget_mb=64), IMAGE[None]
+    engine, x = engine_of(backend, memory_budget_mb=64), IMAGE[None]
     before = engine(x, 0)
     with torch.no_grad():
         for parameter in engine.supernet.parameters():
@@ -105,11 +113,11 @@ def test_weights_that_change_are_followed_and_a_bundle_keeps_the_choice(backend:
     as_the_view(engine, x)
     assert not torch.allclose(engine(x, 0), before, rtol=1e-2)
     assert engine.is_fused(0)
-    digits_engine(backend, memory_budget_mb=0).save(tmp_path / "bundle")
-    loaded = Engine.load(tmp_path / "bundle", memory_budget_mb=64)
+    engine_of(backend, memory_budget_mb=0).save(tmp_path / "bundle")
+    loaded = Engine.load(tmp_path / "bundle", supernet=small_supernet(), memory_budget_mb=64)
     assert loaded.mode_of(0) == backend
     as_the_view(loaded, x)
-    assert Engine.load(tmp_path / "bundle", backend="fused").mode_of(0) == "fused"
+    assert Engine.load(tmp_path / "bundle", supernet=small_supernet(), backend="fused").mode_of(0) == "fused"
 
 
 def test_runtimes_that_cannot_be_used_are_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +125,7 @@ def test_runtimes_that_cannot_be_used_are_refused(backend: str, monkeypatch: pyt
         runtime_program.require_runtime(backend, torch.device("cuda"))
     monkeypatch.setattr(runtime_program, "find_spec", lambda _: None)
     with pytest.raises(MissingExtra, match=rf"pip install 'subnetact\[{backend}\]'"):
-        digits_engine(backend)
+        engine_of(backend)
 
 
 def test_precisions_without_a_program_run_as_views(backend: str) -> None:

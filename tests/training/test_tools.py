@@ -153,7 +153,8 @@ report = distill_(supernet, batches, held_out=others, steps=2, resume="state.saf
 smallest = supernet.space.smallest()
 with torch.no_grad():
     outputs = supernet(others[0][0], subnet=smallest)
-found = [report.to_json(), {n: p.numpy().tobytes() for n, p in supernet.state_dict().items()}, outputs.tolist()]
+weights = {name: tensor.numpy().tobytes() for name, tensor in supernet.state_dict().items()}
+found = [report.to_json(), weights, outputs.tolist()]
 both = [None, None]
 distributed.all_gather_object(both, found)
 assert both[0] == both[1]
