@@ -38,7 +38,7 @@ os._exit(0)  # Threads of torch that outlive the interpreter would abort now and
 
 
 def in_two_processes(script: str, folder: Path) -> None:
-    """Run a script in two processes, forked after its imports, each in a folder of its own, `folder` / rank."""
+    """Run a script in two processes, forked after its imports; their folders are `folder` / rank."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / "script.py"
     imports = (line for line in ast.parse(script).body if isinstance(line, ast.Import | ast.ImportFrom))

@@ -31,6 +31,7 @@ from subnetact.generation.text import DATA, END
 
 TEXTS = ["Return the number of bytes.", "a file", "Open a file and read all of its lines."]
 TOLERANCE = 1e-5
+ANSWERS: dict[tuple[str, str], torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,9 @@ def test_a_subnet_is_in_another_library_what_its_cut_out_is(
     }
     bundle, alone = saved(made[row.model]().eval(), tmp_path)
     ours = run(row.ours, bundle, alone, python_path, True)
-    torch.testing.assert_close(
-        ours, run(row.alone, alone, bundle, python_path, False), rtol=0, atol=TOLERANCE
-    )
+    if (row.model, row.alone) not in ANSWERS:  # All bundles of a model are of the same seed.
+        ANSWERS[row.model, row.alone] = run(row.alone, alone, bundle, python_path, False)
+    torch.testing.assert_close(ours, ANSWERS[row.model, row.alone], rtol=0, atol=TOLERANCE)
     assert ours.std() > 0
 
 
