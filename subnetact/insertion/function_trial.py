@@ -107,11 +107,9 @@ def _tables(places: Tensor, shape: Sequence[int]) -> Tables:
 
 def indexed(mask: Tensor, tables: Sequence[Tensor], known: Tensor) -> Tensor | None:
     """Return a mask at other places; None if nothing goes there."""
-    zero, shape = torch.zeros((), dtype=torch.int64), (1,) * known.dim()
+    zero = torch.zeros((1,) * known.dim(), dtype=torch.int64)
     index = [table.clamp(min=0) if n > 1 else zero for n, table in zip(mask.shape, tables, strict=True)]
-    for table in index:
-        shape = torch.broadcast_shapes(shape, table.shape)  # type: ignore[no-untyped-call]
-    moved = mask[tuple(table.expand(shape) for table in index)] if index else mask.expand(shape)
+    moved = mask[tuple(index)] if index else mask.expand(zero.shape)
     for n, table in zip(mask.shape, tables, strict=True):
         if n > 1:
             moved = moved & (table >= 0)
