@@ -229,7 +229,8 @@ def hidden_states(_: str) -> None:
 
 
 IN_A_NEW_PROCESS = """
-import sys
+import gc, sys
+gc.disable()
 sys.path[:0] = sys.argv[3:]
 from torchvision_operators import define_missing
 define_missing()
