@@ -16,7 +16,10 @@ from subnetact.latency.table import LatencyTable
 COMPARED = ("device", "device_name", "processor", "instructions", "torch", "threads")
 """Facts of a stamp that change latencies; one that a stamp lacks is not compared."""
 ELSEWHERE = "measured on another machine or in another way"
-AGAIN = "measure again here: python -m subnetact.profile --bundle FOLDER --threads N --save-bundle FOLDER"
+AGAIN = (
+    "measure again here: python -m subnetact.profile --bundle FOLDER --mode 'as served' --threads N "
+    "--save-bundle FOLDER"
+)
 
 
 def scheduling_table(tables: Mapping[str, LatencyTable]) -> LatencyTable | None:

@@ -18,7 +18,7 @@ from subnetact.command import INTERRUPTED, OptionFormatter, reported
 from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError
 from subnetact.latency.origin import count_stable, unsure
-from subnetact.latency.table import LatencyTable
+from subnetact.latency.table import AS_SERVED, LatencyTable
 from subnetact.operators.kernel_table import kernel_here, why_not
 from subnetact.profile.modes import BESIDE, MODES
 from subnetact.profile.options import add_options, arguments_of, call_with_options
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     changes: dict[str, dict[str, Any]] = {
         "precision": {"choices": tuple(PRECISIONS)},
         "subnets": {"default": None},
-        "mode": {"choices": MODES},
+        "mode": {"choices": (*MODES, AS_SERVED)},
         "beside": {"choices": BESIDE},
         "device": {"default": "cuda" if torch.cuda.is_available() else "cpu"},
         "compare": {"nargs": 2},

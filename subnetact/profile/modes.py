@@ -32,11 +32,11 @@ MODES = (*BACKENDS, *BESIDE)
 supernet's weights (view) or has its own (extract)."""
 
 
-def mode_options(mode: str, memory_budget_mb: float | None) -> dict[str, Any]:
-    """Return the arguments of an `Engine` that runs its subnets in one mode."""
+def mode_options(mode: str, memory_budget_mb: float | None, served: str = "fused") -> dict[str, Any]:
+    """Return the arguments of an `Engine` that runs its subnets in one mode; as served, by that backend."""
     return {
         "memory_budget_mb": 0.0 if mode in ("zero-copy", "compile", *BESIDE) else memory_budget_mb,
-        "backend": BACKENDS.get(mode, "views"),
+        "backend": served if mode == AS_SERVED else BACKENDS.get(mode, "views"),
     }
 
 

@@ -50,7 +50,8 @@ class ProfileJob:
         device: cpu, cuda, cuda:1.
         mode: zero-copy: an engine without a memory budget, no weight is copied; fused: every subnet as a
             fused program, on CUDA as CUDA graphs; graphs: CUDA graphs of the views; compile: torch.compile
-            (inductor); view or extract: ordinary modules, with the supernet's weights or with their own.
+            (inductor); view or extract: ordinary modules, with the supernet's weights or with their own; as
+            served: each as the engine of the bundle runs it.
         beside: view and extract are measured too, in turns with `mode`, as statistics such as p50_of_extract.
         memory_budget_mb: memory for fused programs and CUDA graphs, in MiB (default: that of an engine, 1.25
             times the weights, at most 1024).
@@ -181,7 +182,7 @@ def _runner(
         device=job.device,
         accuracy=accuracy or None,
         allow_uncalibrated=True,
-        **mode_options(job.mode, job.memory_budget_mb),
+        **mode_options(job.mode, job.memory_budget_mb, source.backend),
     )
     return TimedRunner(engine, job.mode)
 

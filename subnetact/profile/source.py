@@ -6,6 +6,7 @@ because that room may not import the supernet that it returns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from ofa_adapters import registry
 from subnetact.command import import_name, user_code
 from subnetact.digits import load_digits_supernet
+from subnetact.engine.config import FUSED
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError
 from subnetact.files.tensors import named_dtype
+from subnetact.latency.origin import scheduling_table
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input
 from subnetact.supernet.supernet import Supernet
@@ -32,15 +35,16 @@ RANDOM_PREFIX = "random:"
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet, one input without batch axis, and the accuracy (percent) of every subnet of a bundle.
+    """A supernet, one input without batch axis, and of a bundle the accuracy (percent) of every subnet.
 
-    `origin` has the arguments of `load_source` that were given.
+    `origin` has the arguments of `load_source` that were given, and `backend` is that of the bundle's engine.
     """
 
     supernet: Supernet
     sample: Tensor
     accuracy: Mapping[SubnetSpec, float | None] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = FUSED
 
 
 def load_source(
@@ -79,12 +83,17 @@ def load_source(
         raise SpecError("checkpoint: say with --family whose checkpoint it is")
     if constructor and not (model or family):
         raise SpecError("constructor: these are arguments for --family or --model; give one of them")
-    accuracy: dict[SubnetSpec, float | None] = {}
+    accuracy, backend = dict[SubnetSpec, float | None](), FUSED
     own = build_model(model, constructor, bundled=bool(bundle)) if model else None
     if bundle:
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet, usual = engine.supernet, engine.sample
-        accuracy = {engine.specs[i]: engine.accuracy[i] for i in engine.ids}
+        table, backend = scheduling_table(engine.tables), engine.config.backend
+        rows = () if table is None else zip(table.subnets, table.accuracy, strict=True)
+        known = {key: percent for key, percent in rows if not math.isnan(percent)}
+        for i in engine.ids:
+            percent = engine.accuracy[i]
+            accuracy[engine.specs[i]] = known.get(engine.keys[i]) if percent is None else percent
         if not isinstance(usual, Tensor):
             raise SpecError(
                 f"bundle {bundle}: its input is a {type(usual).__name__}, and this command measures "
@@ -118,7 +127,7 @@ def load_source(
         )
     name = input_dtype or (dtype if usual.is_floating_point() else None)
     sample = torch.zeros(input_shape or usual.shape, dtype=named_dtype(name) if name else usual.dtype)
-    return ProfileSource(supernet, sample, accuracy, origin)
+    return ProfileSource(supernet, sample, accuracy, origin, backend)
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None, bundled: bool = False) -> Any:

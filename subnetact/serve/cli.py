@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from subnetact import __version__
 from subnetact.command import OptionFormatter, json_object, reported
 from subnetact.errors import ServeError
 from subnetact.serve.limits import Limits
@@ -141,6 +142,8 @@ def _service(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
 
     source = Source(processes=args.worker_processes, **{name: getattr(args, name) for name in OF_SOURCE})
     engine = source.engine()
+    if engine.config.sample is None:
+        raise ServeError(f"--bundle {args.bundle}: no input is in it; a language model is served with --text")
     table = source.latency_table(engine)
     logging.getLogger(__name__).info(source.summary(engine, table))
     batcher = source.batcher(engine, table)
@@ -164,6 +167,9 @@ def _text_service(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
     else:
         tokenizer, stop = text_codec.prompt_tokenizer(), (END_TOKEN,)
         generator = text_codec.text_generator(args.slo_ms, args.max_queue)
+    what = f"bundle {args.bundle}" if args.bundle else "the embedded model"
+    facts = __version__, what, len(generator.subnets), args.slo_ms
+    logging.getLogger(__name__).info("subnetact %s: %s, %d subnets, slo_ms %g", *facts)
     return generator, partial(build_text_app, generator, tokenizer, name=_name(args, "docstrings"), stop=stop)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+import warnings
 from contextvars import ContextVar
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -59,3 +60,4 @@ def setup(level: str = "info", as_json: bool = False) -> None:
     root.handlers[:] = [one for one in root.handlers if not isinstance(one, _Handler)] + [handler]
     logging.getLogger("subnetact").setLevel(level.upper())
     logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import signal
+import socket
 from types import FrameType
 from typing import Any
 
@@ -74,6 +76,13 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ServeError(
+            f"port: nothing can listen at {host}:{port} ({error.strerror}); give "
+            "another --port, or another --host"
+        ) from error
     config = uvicorn.Config(
         app,
         host,
@@ -97,3 +106,4 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         Server(config, app, grace_s).run()
     finally:
         app.close(drain=False)
+    logging.getLogger(__name__).info("stopped")

@@ -104,6 +104,6 @@ def bundle_tokenizer(folder: str) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ServeError(
-            f"--bundle {folder}: no tokenizer is in it ({str(error).splitlines()[0]:.100}); "
-            "tokenizer.save_pretrained(folder) of transformers puts its files there"
-        ) from None
+            f"--bundle {folder}: no tokenizer is in it; tokenizer.save_pretrained(folder) of transformers "
+            "puts its files there"
+        ) from error

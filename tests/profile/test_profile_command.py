@@ -34,7 +34,7 @@ from subnetact.costs import CostModel
 from subnetact.elastic.__main__ import main as elastic
 from subnetact.errors import SpecError
 from subnetact.files.journal import Journal, signed
-from subnetact.latency.origin import count_stable
+from subnetact.latency.origin import count_stable, run_otherwise
 from subnetact.profile.cli import build_parser, main
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.options import call_with_options
@@ -242,6 +242,14 @@ def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, ref
     assert tuple(again.stamp[name] for name in ("mode", "supernet", "calibrated_on")) == facts
     assert run(tmp_path, *bundle, "--batch-sizes", 1, "--accuracy", 70, 60.5) == 0
     assert table_in(tmp_path).accuracy == (70.0, 60.5)
+    served = Engine(Engine.load(tmp_path / "b").supernet, chosen, example=torch.zeros(1, 1, 16, 16))
+    served.tables["scheduler"] = again  # which alone knows the accuracies
+    served.save(tmp_path / "s")
+    options = ("--bundle", tmp_path / "s", "--mode", "as served", "--batch-sizes", 1)
+    assert run(tmp_path, *options, "--save-bundle", tmp_path / "s") == 0
+    served = Engine.load(tmp_path / "s")
+    assert served.tables["scheduler"].accuracy == (50.0, 60.5)
+    assert run_otherwise(served.tables["scheduler"], served) == ""
     refuses("1 values for 2 subnets", *bundle, "--batch-sizes", 1, "--accuracy", 70)
     listed.write_text(json.dumps({"subnets": []}))
     refuses("expected a JSON list", "--subnets", listed)
