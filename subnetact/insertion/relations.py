@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -90,11 +90,11 @@ class _Labelled:
     summed: bool = False
     moved: bool = False
 
-    def spread(self, masks: Masks) -> Iterator[tuple[Any, Tensor]]:
-        """Yield what goes with masks, and all of what cannot go in part."""
+    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Yield what goes with masks that are `new`, and all of what cannot go in part."""
         for place in self.places:
             key, parts = place
-            if key not in masks:
+            if key not in new:
                 continue
             labels = _labels(parts)
             mask = left = _viewed(masks[key], parts)
@@ -124,18 +124,19 @@ class _Moved:
     results: list[fx.Node]
     moves: list[Move]
 
-    def spread(self, masks: Masks) -> Iterator[tuple[Any, Tensor]]:
-        """Yield what goes with masks: what is moved to or from the same places."""
-        known = {key: masks[key] for key in self.inputs if key in masks}
-        alike = len({shape_of(result) for result in self.results}) == 1
-        gone = [masks[result] for result in self.results if result in masks]
-        if len(self.results) > 1 and alike and gone:
-            masks = masks | dict.fromkeys(self.results, reduce(or_, gone))
-            yield from ((result, masks[result]) for result in self.results)
+    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Yield what goes with masks that are `new`: what is moved to or from the same places."""
+        known = {key: masks[key] for key in self.inputs if key in new}
+        gone = {result: masks[result] for result in self.results if result in new}
+        if len(self.results) > 1 and gone and len({shape_of(result) for result in self.results}) == 1:
+            every = [masks[result] for result in self.results if result in masks]
+            gone = dict.fromkeys(self.results, reduce(or_, every))
+            yield from gone.items()
         for move in self.moves:
-            mask, key = masks.get(self.results[move.result]), self.inputs[move.input]
+            mask, key = gone.get(self.results[move.result]), self.inputs[move.input]
             if mask is not None and (before := move.before(mask)) is not None:
-                known[key] = known[key] | before if key in known else before
+                former = known.get(key, masks.get(key))
+                known[key] = before if former is None else former | before
         yield from known.items()
         for move in self.moves:
             mask = known.get(self.inputs[move.input])
@@ -219,20 +220,24 @@ class Relations:
         """
         masks: Masks = {key: mask}
         mixing: fx.Node | None = None
-        changed = dict.fromkeys(self._around.get(key, ()))
+        news = {node: {key} for node in self._around.get(key, ())}  # what a function has not spread yet
+        changed = dict.fromkeys(news)
         while changed:
             node = next(iter(changed))
             del changed[node]
-            function = self.function(node)
+            function, new = self.function(node), news.pop(node)
             try:
-                for other, more in () if function is None else list(function.spread(masks)):
+                for other, more in () if function is None else list(function.spread(masks, new)):
                     former = masks.get(other)
                     if former is None or bool((more & ~former).any()):
                         masks[other] = more if former is None else former | more
+                        for near in (around := self._around.get(other, ())):
+                            news.setdefault(near, set()).add(other)
                         if not bool(masks[other].all()):  # Nothing would be left of it.
-                            changed.update(dict.fromkeys(self._around.get(other, ())))
+                            changed.update(dict.fromkeys(around))
             except _Unexplained:
                 mixing = mixing or node
+                news.setdefault(node, set()).update(new)
         if mixing is not None:
             raise Mixed(mixing, masks)
         return masks
