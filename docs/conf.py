@@ -101,6 +101,7 @@ linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)", r"mailto:"]
 def setup(app: object) -> None:
     """Write the pages that follow from the code and from the results, before Sphinx looks for pages."""
     written_pages.write(HERE)
+    app.connect("source-read", written_pages.link_to_pages)  # type: ignore[attr-defined]
     app.connect("source-read", page_outputs.insert)  # type: ignore[attr-defined]
     app.connect("missing-reference", written_pages.short_name)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", written_pages.markdown_blocks, priority=100)  # type: ignore[attr-defined]

@@ -62,6 +62,14 @@ _PUBLIC: dict[str, str] = {}
 """Public name -> the full name under which it is documented."""
 _FILES = re.compile(r"(Which f\w+ answers.*\n\n)?(^[-*] `\w+(\.py|/)`.*\n(  .*\n)*)+", re.MULTILINE)
 """The list of the files of a room, which is for those who change it."""
+_MADE = {
+    r"examples": "gallery/index.rst",
+    r"examples/(\w+)\.py": r"gallery/\2.rst",
+    r"benchmarks/README\.md": "results/index.md",
+    r"benchmarks/results/(\w+\.md)": r"results/\2",
+    r"subnetact/(\w+)/__init__\.py": r"api/subnetact.\2.rst",
+}
+"""A file of the repository, seen from `docs` -> the page of the documentation that is made of it."""
 _ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
@@ -219,6 +227,12 @@ def _write(folder: Path, pages: dict[str, str]) -> None:
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+
+
+def link_to_pages(_: Any, page: str, source: list[str]) -> None:  # noqa: ARG001
+    """Lead links to files of the repository to the pages that are made of them."""
+    for file, made in _MADE.items():
+        source[0] = re.sub(rf"\]\(((?:\.\./)*)\.\./{file}(?=[)#])", rf"](\1{made}", source[0])
 
 
 def short_name(_: Any, env: Any, node: Any, content: Any) -> Any:
