@@ -573,8 +573,7 @@ def aiperf(this: Run) -> Facts:
     options += ["--tokenizer", "./tokenizer", "--extra-inputs", "ignore_eos:true", "--ui", "none"]
     options += ["--input-file", str(schedule), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
     options += ["--goodput", "time_to_first_token:2000 inter_token_latency:200"]
-    _, found = generator_of_load(this, [this.args.aiperf, *options], "profile_export_aiperf.json")
-    facts = found[0]
+    _, (facts,) = generator_of_load(this, [this.args.aiperf, *options], "profile_export_aiperf.json")
     names = ["request_count", "error_request_count", "goodput", "good_request_count", "request_throughput"]
     names += ["time_to_first_token", "inter_token_latency", "output_token_throughput"]
     kept = {name: facts.get(name) or {"avg": 0.0} for name in names}  # without errors they are not named
