@@ -93,7 +93,7 @@ def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The PYTHONPATH of programs that import transformers, which imports torchvision."""
     folder, tests = tmp_path_factory.mktemp("site"), Path(__file__).parent
     (folder / "sitecustomize.py").write_text(
-        f"import gc, sys\ngc.disable()\nsys.path.append({str(tests)!r})\n"
+        f"import gc, sys\ngc.set_threshold(10_000, 10, 10)\nsys.path.append({str(tests)!r})\n"
         "from torchvision_operators import define_missing\ndefine_missing()\n"
     )
     return os.pathsep.join([str(tests.parent), str(folder)])
