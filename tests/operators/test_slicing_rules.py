@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from written_networks import Written
 
 from subnetact import SubnetSpec, Supernet, insert_
-from subnetact.operators import (
-    AttentionSlice,
-    Elastic,
-    ElasticAttribute,
-    LayerNormSlice,
-    WeightSlice,
-)
+from subnetact.operators import AttentionSlice, Elastic, ElasticAttribute, LayerNormSlice, WeightSlice
 
 
 def randomised(module: nn.Module) -> nn.Module:

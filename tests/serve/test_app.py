@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact.errors import (
-    BatcherClosed,
-    InvalidRequest,
-    MissingFile,
-    QueueFull,
-    ServeError,
-)
+from subnetact.errors import BatcherClosed, InvalidRequest, MissingFile, QueueFull, ServeError
 from subnetact.serve import Limits, exchange, read_tokens
 from subnetact.serve.access import Access
 from subnetact.serve.base_app import SHORT

@@ -14,15 +14,7 @@ from scheduled import Scheduled
 
 from subnetact.errors import FileFormatError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import (
-    CheapestFeasible,
-    Fixed,
-    HullFit,
-    MaxAcc,
-    MaxBatch,
-    ModelSwitching,
-    SlackFit,
-)
+from subnetact.serving import CheapestFeasible, Fixed, HullFit, MaxAcc, MaxBatch, ModelSwitching, SlackFit
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.scheduling.context import Context

@@ -19,15 +19,7 @@ from scheduled import Scheduled
 
 from subnetact.errors import BatchFailed, DeadlinePassed, InvalidRequest, PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import (
-    Batcher,
-    Fixed,
-    HullFit,
-    SlackFit,
-    make_policy,
-    poisson,
-    simulate,
-)
+from subnetact.serving import Batcher, Fixed, HullFit, SlackFit, make_policy, poisson, simulate
 from subnetact.serving.policies.registry import policy_names
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.floors import NO_FLOOR

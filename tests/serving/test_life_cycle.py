@@ -39,10 +39,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def opened(
-    policy: str,
-    expired: str,
-    watchdog_ms: float | None = WATCHDOG_MS,
-    bound: float = BOUND,
+    policy: str, expired: str, watchdog_ms: float | None = WATCHDOG_MS, bound: float = BOUND
 ) -> Scheduled:
     options = {"workers": WORKERS, "max_queue": bound, "expired": expired, "watchdog_ms": watchdog_ms}
     return Scheduled(POLICIES[policy](), TABLE, slo_ms=20.0, **options)

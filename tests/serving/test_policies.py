@@ -7,15 +7,7 @@ from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import (
-    CheapestFeasible,
-    Fixed,
-    HullFit,
-    MaxAcc,
-    MaxBatch,
-    ModelSwitching,
-    SlackFit,
-)
+from subnetact.serving import CheapestFeasible, Fixed, HullFit, MaxAcc, MaxBatch, ModelSwitching, SlackFit
 from subnetact.serving.policies.fronts import Fronts
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull

@@ -13,13 +13,7 @@ import pytest
 from fake_runners import FOREVER, Echo, Sleeping
 from virtual_time import VirtualTime
 
-from subnetact.errors import (
-    BatcherClosed,
-    DeadlinePassed,
-    InvalidRequest,
-    PolicyError,
-    QueueFull,
-)
+from subnetact.errors import BatcherClosed, DeadlinePassed, InvalidRequest, PolicyError, QueueFull
 from subnetact.latency.table import LatencyTable
 from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher
 from subnetact.serving.live.turns import Turn, Turns

@@ -179,11 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], Supernet], Tensor, str]] = {
         VECTORS,
         "c=2 depends on weights .* become NaN, first at the n",
     ),
-    "a forgotten module behind indices": (
-        indexing,
-        torch.zeros(1, 3),
-        r'layers\.1": WeightSlice\.on\(in_',
-    ),
+    "a forgotten module behind indices": (indexing, torch.zeros(1, 3), r'layers\.1": WeightSlice\.on\(in_'),
     "an output that is added to": (
         lambda: skippable(lambda layer, x: x + layer(x)),
         VECTORS,

@@ -32,13 +32,7 @@ from subnetact.errors import (
 )
 from subnetact.operators.tensor_version import changes_of
 from subnetact.supernet.supernet import Supernet
-from subnetact.training import (
-    DistillationReport,
-    distill_,
-    distillation,
-    run,
-    state,
-)
+from subnetact.training import DistillationReport, distill_, distillation, run, state
 
 QUIET: dict[str, Any] = {"progress": False, "calibration": 2}
 
