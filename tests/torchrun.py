@@ -49,6 +49,6 @@ def in_two_processes(script: str, folder: Path) -> None:
     for rank in ("0", "1"):
         (folder / rank).mkdir()
     own = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    done = subprocess.run([sys.executable, path], cwd=folder, env=own, **pipes, timeout=600, text=True)
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, timeout=600, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
