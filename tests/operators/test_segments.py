@@ -305,6 +305,7 @@ def test_views_engines_and_programs_follow_the_weights(case: Case, budget: int) 
             supernet.load_state_dict({n: t * 1.1 for n, t in supernet.state_dict().items()})
 
 
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize("name", ["joined", "dense"])
 def test_exported_files_equal_the_views(name: str, tmp_path: Path) -> None:
     from subnetact.export import load_exported, to_onnx, to_torchscript
