@@ -101,8 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def serve(args: argparse.Namespace) -> None:
         from subnetact.serve import run  # The extra `serve` may be missing.
+        from subnetact.serve.server import check_address
 
         setup(args.log_level, args.log_format == "json")
+        check_address(args.host, args.port)  # before anything is loaded
         with ExitStack() as opened:
             run(_open(args, opened), args.host, args.port, args.grace_s)
 

@@ -18,6 +18,7 @@ from subnetact.errors import ServeError
 from subnetact.serve.base_app import BaseApp
 
 GRACEFUL_S = 30
+_log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
@@ -50,6 +51,22 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be; end the program with status 3 where nothing can listen."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ServeError(f"host: {host!r:.60} is no name of a machine; give a name or an address") from None
+    if not 0 <= port <= 65535:
+        raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        where = f"nothing can listen at {host}:{port} ({error.strerror}); give another --port or --host"
+        _log.error(where)
+        raise SystemExit(3) from error
+
+
 def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float = 0.0) -> None:
     """Serve an application until SIGTERM or SIGINT, with its limits on connections.
 
@@ -68,21 +85,9 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
     Raises:
         ServeError: the address, the port or the grace period cannot be used.
     """
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        raise ServeError(f"host: {host!r:.60} is no name of a machine; give a name or an address") from None
-    if not 0 <= port <= 65535:
-        raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
+    check_address(host, port)
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise ServeError(
-            f"port: nothing can listen at {host}:{port} ({error.strerror}); give "
-            "another --port, or another --host"
-        ) from error
     config = uvicorn.Config(
         app,
         host,
@@ -106,4 +111,4 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         Server(config, app, grace_s).run()
     finally:
         app.close(drain=False)
-    logging.getLogger(__name__).info("stopped")
+    _log.info("stopped")

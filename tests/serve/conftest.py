@@ -107,7 +107,12 @@ class Server:
         self.process.stdout.close()
         with self.process.stderr:
             lines = self.process.stderr.readlines()
-        usual = ("; latencies: ", "times the latency of its table")
+        usual = (
+            "; latencies: ",
+            "times the latency of its table",
+            "subnetact.serve.cli: subnetact",
+            ": stopped",
+        )
         return "".join(line for line in lines if not any(words in line for words in usual))
 
 

@@ -90,5 +90,4 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
     *_, last = stream
     assert last.choices[0].finish_reason in ("stop", "length")
     assert served.process.wait(60) in (0, -signal.SIGTERM)
-    lines = served.stop().splitlines()
-    assert [line.split()[1] for line in lines] == ["INFO", "INFO"], "what is served, and that it stopped"
+    assert served.stop() == ""
