@@ -46,35 +46,35 @@ Size
 Lines of code, lines of docstrings, and public names per room. `python tests/rooms.py --write` updates it.
 
     room            code  docs  names
-    errors           113    53     40
-    files            538    89      0
-    device           130    12      8
-    command           89    10      8
-    comparison       109    13     11
+    errors            72    53     41
+    files            545    93      0
+    device           128    13      0
+    command           76    10      0
+    comparison        94    13      0
     spec              86    37      8
-    space            354   168      6
-    operators       2374   816     18
-    supernet        2840   826      5
-    insertion       4206   943     12
-    ofa_adapters    2578   522      7
+    space            357   169      6
+    operators       2345   816     18
+    supernet        2822   826      5
+    insertion       4123   941     12
+    ofa_adapters    2554   522      7
     digits           136    18      7
-    calibration      868   175      1
-    latency          526   280      5
-    training        1263   326      5
-    elastic          827   186      1
-    engine          2540   686      5
-    workers          560    96      0
-    costs            298    74      4
-    nas              965   380      8
-    profile         1230   278      1
-    serving         4776  1910     34
-    generation      1650   500     13
-    export          1005   395      7
+    calibration      845   173      1
+    latency          525   280      5
+    training        1232   324      5
+    elastic          823   186      1
+    engine          2583   701      5
+    workers          562    96      0
+    costs            281    72      4
+    nas              941   379      8
+    profile         1217   277      1
+    serving         4696  1917     34
+    generation      1638   500     13
+    export          1003   395      7
     simulate           9     5      2
-    serve           1755   369      7
-    cluster          452   116      3
+    serve           1764   368      7
+    cluster          446   117      3
     __main__          17     2      0
-    all            32294  9285    226
+    all            31920  9303    200
 
 The README has a glossary of the words that are used here.
 """
