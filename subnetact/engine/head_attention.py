@@ -36,11 +36,12 @@ class HeadAttention(nn.Module):
         multiply = torch.ops.mkldnn._linear_pointwise
         scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         heads = [part.contiguous().flatten(0, 1) for part in (scaled, key, value)]  # Strides would be slow.
-        answers = list[Tensor]()
-        for q, k, v in zip(*heads, strict=True):
+        answer = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        places = [place for sample in answer.unbind() for place in sample.unbind(1)]
+        for q, k, v, place in zip(*heads, places, strict=True):
             scores = multiply(q, k, None, "none", [], "")
-            answers.append(multiply(scores.softmax(-1), v.transpose(0, 1), None, "none", [], ""))
-        return torch.stack(answers).view(query.shape)
+            place.copy_(multiply(scores.softmax(-1), v.transpose(0, 1), None, "none", [], ""))
+        return answer.transpose(1, 2)  # In memory as torch's own, so that a view may join its heads.
 
 
 def heads_pay() -> bool:

@@ -33,8 +33,8 @@ class Journal:
     def __init__(
         self, path: StrPath | None, environment: Facts, resume: bool = True, folder: Path | None = None
     ) -> None:
-        self.path, self._keeps = Path(path or os.devnull), path is not None
-        self.environment = json.loads(json.dumps(dict(environment)))
+        self.path, self._keeps = Path(os.devnull if path is None else path), path is not None
+        self.environment = json.loads(json.dumps(dict(environment))) if self._keeps else {}
         self._removable = f"the folder {folder}" if folder else "the file"
         self._sum = ""
         self._records: list[dict[str, Any]] = []

@@ -129,7 +129,7 @@ def test_evolution_evaluates_distinct_subnets_and_all_count(made_up: tuple[Super
     assert list(found.front) == expected
     assert search(supernet, accuracy, latency, evaluations=60, seed=1, progress=False) == found
     options = {"method": "random", "progress": False}
-    one, other = (search(supernet, accuracy, latency, seed=seed, **options) for seed in (1, 2))
+    one, other = (search(supernet, accuracy, latency, seed=seed, **options) for seed in (1, np.int64(2)))
     assert [c.spec for c in one.evaluated] != [c.spec for c in other.evaluated]
 
 
