@@ -60,7 +60,9 @@ def check_address(host: str, port: int) -> None:
     if not 0 <= port <= 65535:
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)  # a name may have both
+        socket.create_server(address, family=family).close()
     except OSError as error:
         where = f"nothing can listen at {host}:{port} ({error.strerror}); give another --port or --host"
         _log.error(where)

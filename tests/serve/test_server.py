@@ -8,6 +8,7 @@ import io
 import json
 import re
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,7 @@ from process_runners import shared_memory_of
 
 from subnetact import Engine
 from subnetact.serve.cli import main
+from subnetact.serve.server import check_address
 
 ZEROS = [0.0] * 256
 
@@ -220,3 +222,10 @@ def test_which_names_a_server_has_by_default():
     assert of("--host", "0.0.0.0") == ["*"]
     assert of("--host", "0.0.0.0", "--allowed-hosts", "api.example") == ["api.example"]
     assert of("--allowed-hosts", "*") == ["*"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no addresses of version 6")
+def test_a_name_that_has_addresses_of_version_6_alone_is_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *how, **flags: addresses("::1", *how, **flags))
+    check_address("six", 0)
