@@ -61,7 +61,7 @@ def check_address(host: str, port: int) -> None:
         raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     try:
         places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)  # a name may have both
+        family, *_, address = min(places, key=lambda place: place[0] != socket.AF_INET)  # It may have both.
         socket.create_server(address, family=family).close()
     except OSError as error:
         where = f"nothing can listen at {host}:{port} ({error.strerror}); give another --port or --host"
