@@ -62,7 +62,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     latency          525   280      5
     training        1232   324      5
     elastic          823   186      1
-    engine          2583   701      5
+    engine          2584   701      5
     workers          562    96      0
     costs            281    72      4
     nas              941   379      8
@@ -71,10 +71,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     generation      1638   500     13
     export          1003   395      7
     simulate           9     5      2
-    serve           1764   368      7
+    serve           1766   368      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31920  9303    200
+    all            31923  9303    200
 
 The README has a glossary of the words that are used here.
 """
