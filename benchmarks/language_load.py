@@ -629,11 +629,10 @@ def live_lines(facts: Facts) -> Iterator[str]:
         yield f"Sent at {load.removeprefix('rows at ')} times what the largest sustains:"
         yield ""
         yield from table(["contender", *columns], [[n, *line] for n, line in zip(rows, cells, strict=True)])
-        if whole := rows.get(served_smollm2.NAMES[-1]):
-            fewer = 100 * (1 - rows["all"]["violations"] / whole["violations"])
-            sooner = whole["first token, P95"] / rows["all"]["first token, P95"]
-            yield ""
-            yield f"`all`, not the largest: {fewer:.0f} % fewer violations, P95 {sooner:.2f} times shorter."
+        for name in [one for one in (served_smollm2.NAMES[-1], PATIENT) if one in rows]:
+            fewer = 100 * (1 - rows["all"]["violations"] / rows[name]["violations"])
+            sooner = rows[name]["first token, P95"] / rows["all"]["first token, P95"]
+            yield f"\n`all`, not `{name}`: {fewer:.0f} % fewer violations, P95 {sooner:.2f} times shorter."
     yield ""
     yield "![Quality of the answers in time against goodput.](language_load.png)"
 
