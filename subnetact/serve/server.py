@@ -86,8 +86,8 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
 
     Raises:
         ServeError: the address, the port or the grace period cannot be used.
+        SystemExit: with status 3, another program listens there.
     """
-    check_address(host, port)
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")
     config = uvicorn.Config(
@@ -110,6 +110,7 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
     gc.collect()
     gc.freeze()  # A full collection of all that is loaded would stop the server for 0.1 s.
     try:
+        check_address(host, port)
         Server(config, app, grace_s).run()
     finally:
         app.close(drain=False)

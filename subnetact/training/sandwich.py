@@ -288,7 +288,7 @@ def cross_entropy(student: Tensor, teacher: Tensor, places: Places = None) -> Te
 
 def _wanted(scores: Any, class_dim: int | None, labels: Any, ignored: int | None) -> tuple[Tensor, Places]:
     """Return the scores of a teacher, and where they count."""
-    scores = _scores(scores, class_dim)
+    scores = _scores(scores, class_dim).clone()  # a compiled teacher may write its next ones over them
     return scores, counted(scores, labels, ignored)
 
 
