@@ -242,6 +242,7 @@ def test_deadlines_choose_the_subnet(server: Server, engine: Engine, protocol: s
 
 
 def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Server) -> None:
+    time.sleep(0.5)  # Metrics are reported every 100 ms, also those of the test before.
     before = server.metrics("deadlines"), server.metrics("deadlines_batcher")
     requests = [
         deadlines(IMAGES[:3]),
@@ -260,7 +261,7 @@ def test_refusals_are_failures_and_the_batchers_metrics_are_tritons(server: Serv
     assert answers[10]["SUBNET"].tolist() == answers[11]["SUBNET"].tolist() == [[1]]
     assert all("DeadlinePassed" in str(answers[i]["error"]) for i in (2, 3, 8, 9))
     assert "'min_acuracy' is not known" in str(answers[4]["error"])
-    time.sleep(0.5)  # Metrics are reported every 100 ms.
+    time.sleep(0.5)
     after = server.metrics("deadlines"), server.metrics("deadlines_batcher")
 
     def grown(which: int, name: str) -> float:
