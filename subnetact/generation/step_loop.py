@@ -60,11 +60,11 @@ def attention_apart(
         return WHOLE(module, query, key, value, mask, cache=cache, **rest)
     key, value = cache.update(key, value, module.layer_idx, rest)
     rows, columns = (pairwise(rest[f"cu_seq_lens_{name}"].tolist()) for name in "qk")
-    found = []
+    answers = []
     for (a, b), (c, d) in zip(rows, columns, strict=True):
-        own = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], mask[..., a:b, c:d]
-        found.append(WHOLE(module, *own, **rest)[0])
-    return torch.cat(found, 1), None
+        sequence = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], mask[..., a:b, c:d]
+        answers.append(WHOLE(module, *sequence, **rest)[0])
+    return torch.cat(answers, 1), None
 
 
 AttentionInterface.register(ATTENTION, attention_apart)

@@ -138,16 +138,16 @@ def describe(
     model, examples = _specimen(model), _examples(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     cases = _cases(model, examples)
-    found = _found(model, examples[0], axes, each_block, stream)
-    kept, stages, refused = _selected(model, found, axes, *patterns)
+    candidates = _found(model, examples[0], axes, each_block, stream)
+    kept, stages, refused = _selected(model, candidates, axes, *patterns)
     words = vocabulary_of(model, [*kept, *stages])
     description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
     if not description.slots:
         raise InsertError(_nothing(model, description))
     routed = [group for group in description.groups.values() if group.axis == "experts"]
     asked: list[tuple[str, Any]] = [("*", SHARES), *((g.name, range(g.least, g.full + 1)) for g in routed)]
-    given = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
-    asked += [] if chosen is None else sorted(given, key=lambda pair: pair[0] not in AXES)
+    by_name = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
+    asked += [] if chosen is None else sorted(by_name, key=lambda pair: pair[0] not in AXES)
     for pattern, wanted in asked:  # Names count more than axes, and later ones most.
         description = description.with_choices(pattern, wanted)
     return _proved(model, description, cases) if proof else description
@@ -229,10 +229,10 @@ def insert_(
         specimen = _specimen(model)
         description = _proved(specimen, description, _cases(specimen, examples), leave_out=False)
     supernet = _inserted(model, description.space, description.elastic)
-    found = cast(ProvedInputs, description.proved)
-    supernet.description, supernet.proved = description, found
-    note_state_(supernet, found.state)
-    forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in found.memos)
+    proved_inputs = cast(ProvedInputs, description.proved)
+    supernet.description, supernet.proved = description, proved_inputs
+    note_state_(supernet, proved_inputs.state)
+    forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in proved_inputs.memos)
     if supernet.norm_operators():
         supernet.adopt_statistics()
     return guard_caches_(supernet, examples[0])
