@@ -300,7 +300,8 @@ def _with_heads(
     name = f"{_parent(block)}{home[len(block) :]}.heads" if len(blocks) > 1 else f"{home}.heads"
     totals = {m.multiple * group.full for m in group.members if m.module in observed.layers}
     numbers: dict[tuple[str, str], int] = {}
-    for path, inner in observed.modules[home].named_modules(prefix=home):
+    places = [place for b in blocks or [block] if (place := b + home[len(block) :]) in observed.modules]
+    for path, inner in (pair for p in places for pair in observed.modules[p].named_modules(prefix=p)):
         stated = {
             **{n: v for n, v in own_numbers(inner, vocabulary.HEADS).items() if v % group.full == 0},
             **{n: v for n, v in own_numbers(inner, vocabulary.ALL_HEADS).items() if v in totals},
@@ -316,7 +317,7 @@ def _with_heads(
         {n: v for n, v in own_numbers(module, vocabulary.WIDTHS).items() if v in totals},
         {n: v for n, v in config.items() if v and v % group.full == 0},
     ):
-        every = numbers | {(home, number): value for number, value in more.items()}
+        every = numbers | {(place, number): value for place in places for number, value in more.items()}
         ends = [Member(at, n, ElasticAttribute, value // group.full) for (at, n), value in every.items()]
         yield replace(group, name=name, axis="heads", members=tuple(dict.fromkeys((*group.members, *ends))))
 
@@ -395,7 +396,16 @@ class _Trials:
 
     def _trial(self, group: Group) -> str:
         """Return why a group is wrong, or an empty string."""
-        unit = self.observed.unit_of([member.module for member in group.members])
+        why = ""
+        for unit in around(self.observed.unit_of([member.module for member in group.members])):
+            if unit in self.observed.calls:
+                why = self._trial_in(unit, group)
+                if FAULTS["shapes"] not in why:
+                    break  # What a block returns beside its output, as probabilities, may go no further.
+        return why
+
+    def _trial_in(self, unit: str, group: Group) -> str:
+        """Return why a group is wrong in a module around it, or an empty string."""
         module, call = self.observed.modules[unit], self.observed.calls[unit]
         cut = len(unit) + 1 if unit else 0
         renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)

@@ -196,6 +196,41 @@ def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> Non
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_heads_go_though_a_block_returns_a_number_per_head() -> None:
+    def attention(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (m.query, m.key, m.value))
+        shares = (q @ k.mT).softmax(-1)
+        return m.out((shares @ v).transpose(1, 2).flatten(2)), shares
+
+    def block(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, shares = m.attention(x)
+        return x + y, shares
+
+    layers: Any = dict.fromkeys(("query", "key", "value", "out"), (16, 16))
+    attentions = [Written(attention, **layers) for _ in range(2)]
+    for one in attentions:
+        one.num_heads = 4  # type: ignore[assignment]
+    blocks = nn.Sequential(*(Written(block, attention=one) for one in attentions))
+    model = shaken(Written(lambda m, x: m.blocks[1](m.blocks[0](x)[0])[0], blocks=blocks).eval())
+    pruned, x = copy.deepcopy(model), torch.randn(2, 3, 16)
+    for name in ("blocks.0.attention", "blocks.1.attention"):
+        pruned.get_submodule(f"{name}.out").weight.data[:, 8:] = 0  # type: ignore[operator]
+    supernet = insert_(model, example=x, axes=("heads",))
+    slots = [slot.name for axis in supernet.space.axes for slot in axis.slots]
+    assert slots == ["blocks.0.attention.heads", "blocks.1.attention.heads"]
+    found = call(supernet.subnet(supernet.space.smallest()), x)
+    torch.testing.assert_close(found, call(pruned, x), rtol=1e-5, atol=1e-6)
+
+
+def test_attentions_that_share_their_heads_all_state_how_many_are_left() -> None:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
+    model = model_of("T5EncoderModel", "T5Config", **sizes)
+    supernet = insert_(model, example=tokens(), axes=("heads",))
+    blocks: Any = supernet.extract(supernet.space.smallest()).get_submodule("encoder.block")
+    attentions = [block.layer[0].SelfAttention for block in blocks]
+    assert [(a.n_heads, a.inner_dim, a.q.out_features) for a in attentions] == [(2, 8, 8)] * 3
+
+
 @pytest.mark.parametrize("residual", [True, False])
 def test_only_residual_blocks_can_be_skipped(residual: bool) -> None:
     def feed(m: Any, x: Tensor) -> Tensor:
