@@ -15,23 +15,18 @@ batches (`CalibrationNorm.collect`). There are two rules, after the code of the 
 
 What is shared
 --------------
-The forward pass of every subnet is traced with `torch.fx` up to its last BatchNorm, and the graphs of all
-subnets are put together into one. Two layers become one step of that graph if they have the same weights (the
-same slices of the supernet), the same settings and the same inputs, so two subnets share everything up to the
-first layer in which they differ. Per batch, every step is computed once, and a BatchNorm that several subnets
-share is averaged once. A step computes what the subnet by itself would compute, in the same order, so the
-statistics are the same bit for bit.
-
-This needs a forward that `torch.fx` can trace, which calls no BatchNorm twice and does not overwrite a tensor
-that others may read later (`hidden_writes`). A subnet for which it fails runs one at a time. Before the first
-batch, one subnet runs a few inputs both by itself and in the graph; if the statistics differ, all subnets run
-one at a time. The report names these subnets, each with the reason.
+On every batch, the subnets run one after another, those with equal beginnings next to each other. What a
+module returned in one of them is what it returns in a later one if both give it the same sizes and equal
+inputs, so two subnets share everything up to the first layer in which they differ, and a BatchNorm that
+several subnets share is averaged once. Only such calls are noted as a later subnet can share
+(`SharedCalls.worth_noting`). What is shared is what the subnet by itself would compute, so the statistics are
+the same bit for bit; a module whose inputs or outputs were overwritten since, or that leaves something in an
+attribute, runs again.
 
 How memory is bounded
 ---------------------
-Subnets run one after another, those with equal beginnings next to each other. An output is kept only as long
-as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
-that are needed last are dropped and computed again.
+Between two subnets, what is noted takes at most `memory_mb`; beyond that, the first layers are forgotten and
+computed again.
 
 Networks without BatchNorm have nothing to measure there; `corrections.py` fits what narrow subnets add.
 """

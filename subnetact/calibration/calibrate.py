@@ -40,9 +40,8 @@ class CalibrationReport:
     Attributes:
         subnets: the number of subnets that were calibrated.
         batches: the number of batches that their statistics average.
-        layers_computed: the number of module calls that were made, up to the last BatchNorm.
+        layers_computed: the number of calls of layers (modules without submodules) that were made.
         layers_alone: the number that the same subnets and batches would have taken without sharing.
-        one_at_a_time: for each subnet whose layers could not be shared, the reason.
         kept_mb: the most that was kept of one subnet's forward pass for later subnets, in MiB.
         seconds: the time that the calibration took, with earlier parts if it was resumed.
         adopted: the largest subnet, if it got the statistics that the network came with; otherwise nothing.
@@ -53,7 +52,6 @@ class CalibrationReport:
     batches: int = 0
     layers_computed: int = 0
     layers_alone: int = 0
-    one_at_a_time: Mapping[SubnetSpec, str] = field(default_factory=dict)
     kept_mb: float = 0.0
     seconds: float = 0.0
     adopted: tuple[SubnetSpec, ...] = ()
@@ -65,9 +63,8 @@ class CalibrationReport:
         return 1 - self.layers_computed / self.layers_alone if self.layers_alone else 0.0
 
     def __str__(self) -> str:
-        alone = f"; {len(self.one_at_a_time)} one at a time" if self.one_at_a_time else ""
-        alone += "; the largest subnet keeps the statistics that the network came with" * bool(self.adopted)
-        shared = f"{self.saved:.0%} of the layers were shared{alone}"
+        largest = "; the largest subnet keeps the statistics that the network came with" * bool(self.adopted)
+        shared = f"{self.saved:.0%} of the layers were shared{largest}"
         if self.corrected:
             least, most = min(self.corrected.values()), max(self.corrected.values())
             shared = f"corrections of {least} to {most} layers"
@@ -125,7 +122,7 @@ def calibrate(
             batches run together, and what the largest subnet computes there is kept meanwhile. If 0, none.
 
     Returns:
-        What was calibrated, what sharing saved, and which subnets ran one at a time and why.
+        What was calibrated, and what sharing saved.
 
     Raises:
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
@@ -213,10 +210,9 @@ def calibrate(
     report = CalibrationReport(
         subnets=len(wanted),
         batches=run.finished,
-        layers_computed=run.shared.layers,
-        layers_alone=run.finished * sum(map(run.shared.alone, run.specs)),
-        one_at_a_time=dict(run.one_at_a_time),
-        kept_mb=run.shared.peak / 2**20,
+        layers_computed=run.calls.layers - run.calls.shared,
+        layers_alone=run.calls.layers,
+        kept_mb=run.calls.peak / 2**20,
         seconds=kept.seconds,
         adopted=adopted,
     )
@@ -314,7 +310,6 @@ def _pass(
             x = inputs(batch)
             kept.take(x)
             if i == 0:
-                run.prepare(x)
                 kept.restore(run)
             if i < run.finished:
                 bar.update(subnets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from subnetact.files.tensors import tensor_from_json, tensor_to_json
 from subnetact.operators.subnet_norm import CUMULATIVE_UNBIASED, SubnetNorm
 from subnetact.operators.view_module import mix_in_
 from subnetact.space import SizeRow
+
+Average: TypeAlias = tuple[int, Tensor, Tensor] | None
+"""The weight of what was averaged, the mean and the variance; None before the first batch."""
 
 
 class CalibrationNorm:
@@ -26,32 +29,24 @@ class CalibrationNorm:
         self.readable = partial(norm.readable, row)
         self._dtype = torch.promote_types(norm.shared_statistics(row)[0].dtype, torch.float32)
         self._unbiased = (rule or norm.rule) == CUMULATIVE_UNBIASED
-        self.paused = False
-        self.reset()
+        self.average: Average = None
 
-    def reset(self) -> None:
-        """Drop the averages of all batches."""
-        self.average: tuple[Tensor, Tensor] | None = None
-        self.weight = 0
-
-    def state(self) -> list[Any]:
+    def state(self) -> list[Any] | None:
         """Return everything that `restore` needs, as values that JSON can hold."""
-        average = None if self.average is None else tensor_to_json(torch.stack(self.average))
-        return [self.weight, average]
+        return (
+            None if self.average is None else [self.average[0], tensor_to_json(torch.stack(self.average[1:]))]
+        )
 
-    def restore(self, state: list[Any], device: torch.device) -> None:
+    def restore(self, state: list[Any] | None, device: torch.device) -> None:
         """Go on from what `state` returned for the same BatchNorm."""
-        weight, average = state
-        self.weight = int(weight)
-        if average is not None:
-            found, channels = tensor_from_json(average), self.module.num_features
+        if state is not None:
+            found, channels = tensor_from_json(state[1]), self.module.num_features
             if found.shape != (2, channels):
                 raise ValueError(f"{self.norm.path} has {channels} channels, not {tuple(found.shape)}")
-            mean, var = found.to(device, self._dtype)
-            self.average = mean, var
+            self.average = int(state[0]), *found.to(device, self._dtype)
 
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Average a batch (N, C, ...) in, unless paused; return its mean and biased variance, each (C,)."""
+        """Average a batch (N, C, ...) in; return its mean and biased variance, each (C,)."""
         values = x.numel() // x.shape[1]
         if values < (2 if self._unbiased else 1):
             raise SpecError(
@@ -60,16 +55,13 @@ class CalibrationNorm:
             )
         # x may have fewer digits than the statistics, which average many batches.
         mean, var = batch_statistics(x.to(torch.promote_types(x.dtype, self._dtype)))
-        if self.paused:
-            return mean, var
-        stored = mean, var * (values / (values - 1)) if self._unbiased else var
-        weight = 1 if self._unbiased else x.shape[0]
-        self.weight += weight
+        weight, new = (1, var * (values / (values - 1))) if self._unbiased else (len(x), var)
         if self.average is None:
-            self.average = stored
+            self.average = weight, mean, new
         else:
-            old, share = self.average, weight / self.weight
-            self.average = torch.lerp(old[0], stored[0], share), torch.lerp(old[1], stored[1], share)
+            before, *old = self.average
+            share = weight / (before + weight)
+            self.average = before + weight, torch.lerp(old[0], mean, share), torch.lerp(old[1], new, share)
         return mean, var
 
 

@@ -40,7 +40,7 @@ class _Overwriting(nn.Module):
         self.operation = operation
 
     def forward(self, *operands: Any) -> Any:
-        return self.operation(operands, True)
+        return self.operation(operands)
 
 
 class FusedProgram:

@@ -9,28 +9,25 @@ within a budget. No subnet is trained, and a second budget runs no subnet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
+from subnetact.calibration.shared_calls import SharedCalls
 from subnetact.costs import Cost, CostModel
 from subnetact.errors import SearchError, StaleWeights, extra_needed
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import LatencyPredictor
-from subnetact.operators import LayerSelect, SubnetNorm
-from subnetact.operators.base import Operator
-from subnetact.space import SizeRow
+from subnetact.operators import LayerSelect
 from subnetact.spec import PRECISION, SubnetSpec, Value, shown
 from subnetact.supernet.batches import call_with, hash_of
 from subnetact.supernet.bind import operators_in
@@ -398,85 +395,20 @@ class _Runs:
     """Runs subnets on one batch; what equals the largest subnet so far is taken from its run."""
 
     def __init__(self, supernet: Supernet, x: Any, task: Task, labels: Any) -> None:
-        self._supernet, self._x, self._task = supernet, x, task
-        self._calls: dict[str, tuple[list[Any], Any, list[Any], Any]] = {}
-        self._lesson = Lesson(task, labels)
-        largest = supernet.space.largest()
-        self._full = supernet.space.resolve(largest)
-        view = supernet.private_view(largest)[0]
-        for path, module in view.named_modules():
-            if path and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                object.__setattr__(module, "forward", self._noting(path, module.forward))
-        self._whole = self._output(view, largest)
+        self._supernet, self._x, self._task, self._lesson = supernet, x, task, Lesson(task, labels)
+        self._calls = SharedCalls(supernet.network, norms_follow=range(len(supernet.space.dimensions)))
+        self._whole = self._output(supernet.space.largest(), self._calls.follows)
         self._least = float(self._lesson.divergence(self._whole, self._whole))
 
     def loss(self, spec: SubnetSpec) -> float:
         """Return how far the outputs of a subnet are from those of the largest one."""
-        view = self._supernet.private_view(spec)[0]
-        for path in _unchanged(self._supernet.network, self._full, self._supernet.space.resolve(spec)):
-            with suppress(AttributeError):  # Of a skipped layer, a view has nothing.
-                module = view.get_submodule(path)
-                object.__setattr__(module, "forward", self._repeating(path, module.forward))
-        loss = float(self._lesson.divergence(self._output(view, spec), self._whole)) - self._least
+        loss = float(self._lesson.divergence(self._output(spec), self._whole)) - self._least
         if not math.isfinite(loss):
             raise SearchError(f"score_layers: {spec} has the score {loss}; look for NaN in its outputs")
         return max(loss, 0.0)
 
-    def _output(self, view: nn.Module, spec: SubnetSpec) -> Any:
+    def _output(self, spec: SubnetSpec, noted: Collection[str] | None = None) -> Any:
+        view = self._supernet.private_view(spec)[0]
+        self._calls.share(view, self._supernet.space.resolve(spec), noted)
         with explained(SearchError, f"score_layers: {spec}", view, self._x):
             return self._task.output(call_with(view, self._x), self._x)
-
-    def _noting(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = tree_flatten((args, kwargs))
-            versions = [_version(leaf) for leaf in leaves]
-            output = forward(*args, **kwargs)
-            self._calls.setdefault(path, (leaves, structure, versions, output))
-            return output
-
-        return noted
-
-    def _repeating(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        if path not in self._calls:
-            return forward
-        leaves, structure, versions, output = self._calls[path]
-
-        def repeated(*args: Any, **kwargs: Any) -> Any:
-            now, shape = tree_flatten((args, kwargs))
-            unchanged = shape == structure and versions == [_version(leaf) for leaf in leaves]
-            if unchanged and all(map(_is_same, now, leaves)):
-                return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, output)
-            return forward(*args, **kwargs)
-
-        return repeated
-
-
-def _version(value: Any) -> Any:
-    return value._version if isinstance(value, Tensor) else None
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value is other or (value.shape == other.shape and torch.equal(value, other))
-    return value is other or (isinstance(value, int | float | str | bool) and value == other)
-
-
-def _unchanged(network: nn.Module, full: SizeRow, row: SizeRow) -> Iterator[str]:
-    """Yield the names of the outermost modules that compute the same in two subnets, if inputs are equal."""
-    changed = set[str]()
-    for operator in operators_in(network):
-        differing = [name for name, dim in operator.dims.items() if full[dim] != row[dim]]
-        if isinstance(operator, LayerSelect):
-            changed |= set(map(operator.path_of, differing))
-        elif differing or isinstance(operator, SubnetNorm):
-            changed.add(operator.path)
-
-    def visit(path: str, module: nn.Module) -> Iterator[str]:
-        inside = [name for name in changed if f"{name}.".startswith(f"{path}." if path else "")]
-        if not inside:
-            yield path
-        elif path not in changed or isinstance(module, Operator):
-            for name, child in module.named_children():
-                yield from visit(f"{path}.{name}".lstrip("."), child)
-
-    yield from visit("", network)

@@ -28,7 +28,6 @@ class LayerTraits:
         reads: the part that a narrowed input concerns.
         mixes: whether the layer multiplies by a weight, or looks it up: every output channel is computed from
             all input channels, or from those of its group.
-        fresh: whether the output is a new tensor, which a following operation may overwrite.
         finite: whether finite inputs give finite outputs, unless they overflow.
         transparent: whether the layer may lie on the shortcut of a residual block.
         reads_children: whether the forward reads the weights of its submodules itself.
@@ -41,7 +40,6 @@ class LayerTraits:
     sizes: Mapping[str, str] = field(default_factory=dict)
     reads: str = ""
     mixes: bool = False
-    fresh: bool = False
     finite: bool = False
     transparent: bool = False
     reads_children: bool = False
@@ -51,12 +49,12 @@ class LayerTraits:
 def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
     axes = {"weight": ("in_", "out") if inputs_first else ("out", "in_"), "bias": ("out",)}
     sizes = {"out": out, "in_": in_}
-    return LayerTraits(kind, axes, sizes, reads="in_", mixes=True, fresh=True, finite=True)
+    return LayerTraits(kind, axes, sizes, reads="in_", mixes=True, finite=True)
 
 
 def _norm_of_channels(kind: str, part: str) -> LayerTraits:
     axes = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (part,))
-    return LayerTraits(kind, axes, {part: "num_features"}, reads=part, fresh=True, finite=True)
+    return LayerTraits(kind, axes, {part: "num_features"}, reads=part, finite=True)
 
 
 CHANNEL_NORM = "channel norm"
@@ -82,7 +80,7 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     "transformers.pytorch_utils.Conv1D": _matrix("linear", "nf", "nx", inputs_first=True),
     nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
     nn.MultiheadAttention: LayerTraits(
-        "attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True, reads_children=True
+        "attention", _IN_PROJECTION, reads="in_", mixes=True, reads_children=True
     ),
     nn.TransformerEncoderLayer: LayerTraits(reads_children=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),

@@ -46,12 +46,12 @@ class OperationTraits:
     after_sum: bool = False
     swallows_nan: bool = False
 
-    def __call__(self, args: Sequence[Any], over: bool) -> Any:
-        """Compute the result, over the first operand if `over` allows it and shape, dtype and device fit."""
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Compute the result, over the first operand if shape, dtype and device fit."""
         first, *others = args
         fits = not others or isinstance(first, Tensor)
         fits = fits and all(isinstance(other, int | float) or _fits(other, first) for other in others)
-        return (self.over if over and fits else self.new)(*args)
+        return (self.over if fits else self.new)(*args)
 
 
 def _fits(tensor: Tensor, whole: Tensor) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.graph import inplace_methods
 
-from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.operation_traits import OperationTraits, calls_of, operation_of
 from subnetact.operators.view_module import HOOKS, module_class
 
@@ -47,23 +46,3 @@ def writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
     in_place = name in inplace_methods or (name.endswith("_") and not name.endswith("__"))
     return in_place or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
-
-
-def is_fresh(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
-    """Tell whether nothing but the node refers to the memory of its output."""
-    if elementwise(node, leaves) is not None:
-        return True
-    module = leaves[str(node.target)] if node.op == "call_module" else None
-    return module is not None and traits_of(module).fresh and not has_hooks(module)
-
-
-def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
-    """Return the first node, in words, that may overwrite a value which others read later."""
-    for node in nodes:
-        if not writes(node, leaves):
-            continue
-        before = node.args[0] if node.args else None
-        alone = isinstance(before, fx.Node) and len(before.users) == 1
-        if elementwise(node, leaves) is None or not alone or not is_fresh(before, leaves):  # type: ignore[arg-type]
-            return f"{node.op} {node.target}"
-    return None

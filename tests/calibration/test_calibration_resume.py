@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import subnetact
 import subnetact.supernet
@@ -104,35 +103,6 @@ def test_finished_work_is_read_back(
     assert same(rows(digits), longer)
 
 
-def branch_(network: nn.Module) -> None:
-    """Let the forward depend on values, so that its layers cannot be shared."""
-    forward = type(network).forward
-
-    class Branching(type(network)):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor) -> Any:
-            return forward(self, x if float(x.sum()) != 0.125 else -x)
-
-    network.__class__ = Branching
-
-
-def test_subnets_one_at_a_time_resume(
-    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    branch_(digits.network)
-    specs, path = specs_of(digits), tmp_path / "unfinished"
-    report = calibrate(digits, specs, BATCHES, False)
-    assert set(report.one_at_a_time) == set(specs)
-    assert report.saved == 0
-    expected = rows(digits)
-    with monkeypatch.context() as patch:
-        dying_after(150, patch)
-        with pytest.raises(Killed):
-            calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
-    assert path.exists()
-    calibrate(digits, specs, BATCHES, False, resume=path)
-    assert same(rows(digits), expected)
-
-
 CHILD = """
 import os, signal, sys, torch, subnetact
 from subnetact.digits import new_digits_supernet
@@ -201,8 +171,7 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
     refused("unfinished, line 2: changed since it was written")
     facts = {name: progress[name] for name in ("given", "first", "digest", "seconds")}
     run = progress["run"]
-    taken, [norm] = run["averages"][0]
-    name, shape, data = norm[1]
+    weight, (name, shape, data) = run["averages"][0][0]
     for wrong in (
         [name, [shape[0] + 2, shape[1] - 2], data],
         [name, [2, 4], "A" * 40 + "==="],
@@ -210,7 +179,7 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
         data,
     ):
         for changed in (
-            {"averages": [[taken, [[norm[0], wrong]]], *run["averages"][1:]]},
+            {"averages": [[[weight, wrong], *run["averages"][0][1:]], *run["averages"][1:]]},
             {"averages": run["averages"][1:]},
             {"finished": "two"},
         ):

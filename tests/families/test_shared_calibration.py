@@ -56,8 +56,7 @@ def test_many_at_a_time_equal_one_at_a_time(family: str) -> None:
         specs = list(supernet.space.enumerate())
     else:
         specs = neighbours(supernet, 2)
-    report = subnetact.calibrate(supernet, specs, batches, False)
-    assert not report.one_at_a_time
+    subnetact.calibrate(supernet, specs, batches, False)
     for spec in specs:
         found, expected = supernet.norms.get(spec).pairs(), reference_statistics(supernet, spec, batches)
         assert set(found) == set(expected)

@@ -33,7 +33,7 @@ def block() -> nn.Module:
 def chain() -> tuple[Supernet, Any, str]:
     """Return residual layers between two convolutions whose channels multiply each other's cost."""
     torch.manual_seed(0)
-    compute = lambda m, x: m.head(m.blocks(m.stem(x).relu()).mean((2, 3)))  # noqa: E731
+    compute = lambda m, x: m.head(m.blocks(m.stem(x).mul_(0.5)).mean((2, 3)))  # noqa: E731
     stem, blocks = nn.Conv2d(1, 8, 3, padding=1), nn.Sequential(*(block() for _ in range(3)))
     network = Written(compute, stem=stem, blocks=blocks, head=(8, 5)).eval()
     options = {"axes": ("depth", "width"), "each_block": True}

@@ -53,11 +53,11 @@ def test_a_row_is_all_that_an_activation_needs(name: str) -> None:
     x, calls = torch.linspace(-9, 9, 41), spellings(name)
     traits = operation_of(getattr(F, name))
     expected = getattr(F, name)(x)
-    assert torch.equal(traits([x], over=False), expected)
+    assert torch.equal(traits.new(x), expected)
     over = x.clone()
-    assert traits([over], over=True).data_ptr() == over.data_ptr()
+    assert traits([over]).data_ptr() == over.data_ptr()
     assert torch.equal(over, expected)
-    assert traits([torch.tensor([-1e30, 1e30])], over=False).isfinite().all() == traits.finite
+    assert traits.new(torch.tensor([-1e30, 1e30])).isfinite().all() == traits.finite
     (layer,) = (call for call in calls if isinstance(call, type))
     assert torch.equal(layer()(x), expected)
     assert (traits_of(layer).finite, traits_of(layer).transparent) == (traits.finite, traits.transparent)
@@ -78,7 +78,7 @@ def test_settings_hooks_and_derived_layers_make_another_operation() -> None:
     assert tanh is not None
     assert tanh is operation_of(nn.GELU, "tanh") is not operation_of(nn.GELU)
     x = torch.randn(9)
-    assert torch.equal(tanh([x.clone()], over=True), F.gelu(x, approximate="tanh"))
+    assert torch.equal(tanh([x.clone()]), F.gelu(x, approximate="tanh"))
     assert elementwise(node_of(F.leaky_relu), {}) is None
     hooked, bound, derived = nn.ReLU(), nn.ReLU(), type("Own", (nn.ReLU,), {})()
     hooked.register_forward_hook(lambda *_: None)
