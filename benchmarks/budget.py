@@ -44,6 +44,7 @@ from torch.nn import functional as F
 
 from subnetact import SubnetSpec, Supernet, calibrate, evaluate, insert_, reorder_, search
 from subnetact.nas import LatencyPredictor, LayerScores, score_layers
+from subnetact.supernet.views import private_view
 from subnetact.training import distill_
 
 LENGTH, RANKS = 256, (16, 64)
@@ -204,7 +205,7 @@ def times(given: Mapping[str, Tensor]) -> dict[str, Any]:
 
     @torch.inference_mode()
     def likeness(spec: SubnetSpec) -> float:
-        scored = supernet.private_view(spec)[0](**batch(data)).logits[:, :-1].log_softmax(-1)
+        scored = private_view(supernet, spec)[0](**batch(data)).logits[:, :-1].log_softmax(-1)
         return -float((reference.exp() * (reference - scored)).sum(-1).mean())
 
     began = time.process_time()
@@ -234,7 +235,7 @@ def times(given: Mapping[str, Tensor]) -> dict[str, Any]:
             entry[name] = dict[str, Any]({k: round(v, 3) for k, v in relative.items()})
             entry[name]["perplexity"] = perplexities(supernet.subnet(spec), given)
         chosen, x = rows["chosen"], prompt
-        plain = supernet.private_view(chosen)[0]
+        plain = private_view(supernet, chosen)[0]
         calibrate(
             supernet, [chosen], [batch(c) for c in torch.split(given["calibration"], 4)], corrections=16
         )

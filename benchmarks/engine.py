@@ -36,7 +36,9 @@ from subnetact.device import synchronize
 from subnetact.engine.ready_subnet import Bound
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.statistics import statistics_of
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 BASE = "extracted_eager"
 ROOMY_MB = 2048.0
@@ -55,7 +57,7 @@ def sizes_of(supernet: Supernet) -> dict[str, SubnetSpec]:
     rng = random.Random(0)
     sampled = sorted(
         (supernet.space.sample(rng) for _ in range(21)),
-        key=lambda s: sum(p.numel() for p in supernet.private_view(s)[0].parameters()),
+        key=lambda s: sum(p.numel() for p in private_view(supernet, s)[0].parameters()),
     )
     return {
         "smallest": supernet.space.smallest(),
@@ -157,7 +159,7 @@ def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
     """Give every subnet random statistics of its own. Only their size matters here."""
     rows = {}
     for spec in specs:
-        shared = supernet.statistics(spec)
+        shared = statistics_of(supernet, spec)
         used = {path: (torch.randn(len(m)) / 10, torch.rand(len(m)) + 0.5) for path, (m, _) in shared.items()}
         rows[spec] = NormRow.of(used)
     supernet.norms.update(rows)
@@ -177,7 +179,7 @@ def switch(args: argparse.Namespace, family: str) -> dict[str, Any]:
         choose.append((time.perf_counter_ns() - start) / 1e3)
     for spec in specs[:100]:
         start = time.perf_counter_ns()
-        supernet.private_view(spec)
+        private_view(supernet, spec)
         build.append((time.perf_counter_ns() - start) / 1e6)
         start = time.perf_counter_ns()
         Bound.of(supernet, spec)
@@ -210,7 +212,7 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
     supernet = load(family)
     specs = supernet.space.sample(1, 1000)
     rows_for(supernet, specs)
-    supernet.private_view(specs[0])
+    private_view(supernet, specs[0])
     table = supernet.norms.nbytes() / len(specs) / 2**20
     before = resident_mb()
     engine = subnetact.Engine(supernet, specs[:1])
@@ -221,7 +223,7 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
         found["resident"][count] = {"engine_MiB": resident_mb() - before, "norm_table_MiB": table * count}
     copies = [
         sum(t.numel() * t.element_size() for t in (*view.parameters(), *view.buffers()))
-        for view in (supernet.private_view(spec)[0] for spec in specs)
+        for view in (private_view(supernet, spec)[0] for spec in specs)
     ]
     for count, held in found["resident"].items():
         held["copies_MiB"] = sum(copies[:count]) / 2**20

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.operators.kernel_table import why_not
+from subnetact.supernet.statistics import norm_operators
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
@@ -47,7 +48,7 @@ def supernet_of(family: str) -> Supernet:
         elif weight.dim() == 2 and "embed" not in name and family == "dynabert":
             nn.init.normal_(weight, std=0.04)
     supernet.refresh()
-    if supernet.norm_operators():  # Statistics of its own, so that activations have the usual sizes.
+    if norm_operators(supernet.network):  # Statistics of its own, so that activations have the usual sizes.
         batches = list(torch.randn(2, 4, 3, PIXELS, PIXELS))
         subnetact.calibrate(supernet, [supernet.space.largest()], batches, progress=False, check=False)
     return supernet.eval()

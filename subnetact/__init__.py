@@ -54,27 +54,27 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            357   169      6
     operators       2344   815     18
-    supernet        2807   824      5
-    insertion       4131   942     12
-    ofa_adapters    2554   522      7
+    supernet        2836   841      7
+    insertion       4133   942     12
+    ofa_adapters    2555   522      7
     digits           136    18      7
-    calibration      700   167      1
+    calibration      702   167      1
     latency          525   280      5
-    training        1232   324      5
-    elastic          823   186      1
-    engine          2584   701      5
+    training        1233   324      5
+    elastic          824   186      1
+    engine          2589   701      5
     workers          562    96      0
     costs            281    72      4
-    nas              887   378      8
-    profile         1217   277      1
+    nas              890   378      8
+    profile         1218   277      1
     serving         4696  1917     34
-    generation      1638   500     13
-    export          1003   395      7
+    generation      1639   500     13
+    export          1006   395      7
     simulate           9     5      2
     serve           1766   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31716  9295    200
+    all            31765  9312    202
 
 The README has a glossary of the words that are used here.
 """

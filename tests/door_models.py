@@ -21,6 +21,7 @@ import subnetact
 from subnetact.engine.engine import Engine
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.statistics import norm_operators, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["KINDS", "Door", "body", "compute", "equal"]
@@ -82,7 +83,7 @@ KINDS = {
 def _made(name: str) -> tuple[nn.Module, Supernet]:
     kind = KINDS[name]
     supernet = subnetact.insert_(kind.original(), example=kind.inputs, axes=kind.axes)
-    if supernet.norm_operators():
+    if norm_operators(supernet.network):
         subnetact.calibrate(supernet, supernet.space.sample(0, 3), [kind.inputs], progress=False)
     supernet.check_once(kind.inputs)
     return kind.original(), supernet
@@ -135,7 +136,7 @@ class Door:
             if isinstance(module, nn.LayerNorm):
                 module.normalized_shape = tuple(module.weight.shape)
         self._name_sizes(cut)
-        for name, pair in self.supernet.statistics(spec or self.small).items():
+        for name, pair in statistics_of(self.supernet, spec or self.small).items():
             for statistic, tensor in zip(("running_mean", "running_var"), pair, strict=True):
                 cut.get_submodule(name)._buffers[statistic] = tensor.clone()
         return cut

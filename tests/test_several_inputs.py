@@ -16,6 +16,7 @@ from subnetact import Engine, Supernet, calibrate, evaluate, insert_
 from subnetact.costs import CostModel
 from subnetact.errors import InvalidRequest, SpecError
 from subnetact.supernet.batches import tensors_of
+from subnetact.supernet.statistics import statistics_of
 
 
 class TwoInputs(nn.Module):
@@ -63,7 +64,7 @@ def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tens
 def require_statistics(supernet: Supernet, seen: Tensor) -> None:
     for spec, width in ((supernet.space.smallest(), 4), (supernet.space.largest(), 8)):
         for found, expected in zip(
-            supernet.statistics(spec)["bn"], by_hand(supernet, seen, width), strict=True
+            statistics_of(supernet, spec)["bn"], by_hand(supernet, seen, width), strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=5e-5, atol=1e-6)
 

@@ -26,6 +26,7 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, hash_of, map_tensors, tensors_of
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.statistics import adopt_statistics_, norm_operators
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 PROGRESS = "progress"
@@ -159,9 +160,9 @@ def calibrate(
         raise SpecError(f"corrections: {corrections!r} is no rank, a whole number of at least 0")
     if corrections and resume is not None:
         raise SpecError("resume: the one pass of corrections cannot be resumed; leave out resume")
-    if corrections and supernet.norm_operators():
+    if corrections and norm_operators(supernet.network):
         raise SpecError("corrections: they are for networks without BatchNorm, and this one has some")
-    if not wanted or not (supernet.norm_operators() or corrections):
+    if not wanted or not (norm_operators(supernet.network) or corrections):
         return CalibrationReport(len(wanted))
     largest, inputs = space.largest(), partial(_inputs, supernet=supernet, labels=labels)
     with supernet.generation.lock:
@@ -184,11 +185,11 @@ def calibrate(
     adopted: tuple[SubnetSpec, ...] = ()
     with torch.inference_mode(False), torch.no_grad():
         with supernet.generation.lock:
-            if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
+            if largest in wanted and (supernet.generation.is_original if adopt is None else adopt):
                 adopted = (largest,)
                 wanted.remove(largest)
                 if not wanted:
-                    supernet.adopt_statistics()
+                    adopt_statistics_(supernet)
                     return CalibrationReport(adopted=adopted)
         kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
@@ -199,14 +200,14 @@ def calibrate(
     kept.save(run)
     with supernet.generation.lock:
         require()
-        if adopted and adopt is None and not supernet.has_original_statistics():
+        if adopted and adopt is None and not supernet.generation.is_original:
             raise StaleWeights(
                 "calibration: the BatchNorm statistics that the network came with were changed meanwhile, by "
                 "training for example; nothing was written, calibrate again"
             )
         supernet.norms.update(rows)
         if adopted:
-            supernet.adopt_statistics()
+            adopt_statistics_(supernet)
     report = CalibrationReport(
         subnets=len(wanted),
         batches=run.finished,
@@ -239,10 +240,11 @@ class Progress:
         if path is None:
             return
         keys = checksum({"subnets": sorted(spec.key for spec in specs)})[:16]
+        norms = norm_operators(supernet.network).values()
         environment = {
             "weights": supernet.fingerprint(),
             "subnets": f"{len(specs)} of {supernet.space.id}, {keys}",
-            "rule": ", ".join(sorted({rule or norm.rule for norm in supernet.norm_operators().values()})),
+            "rule": ", ".join(sorted({rule or norm.rule for norm in norms})),
             "device": supernet.device.type,
             "versions": f"subnetact {__version__}, torch {torch.__version__}",
         }

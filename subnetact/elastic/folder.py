@@ -56,9 +56,10 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.card import Card
 from subnetact.supernet.forward_state import note_state_
-from subnetact.supernet.load import statistics_of_largest, with_tied_names
+from subnetact.supernet.load import with_tied_names
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.put_operators import put_operators_
+from subnetact.supernet.statistics import require_calibrated, statistics_of_largest
 from subnetact.supernet.supernet import Supernet, as_supernet, fingerprint_of
 
 INDEX, NORMS, SHARED = "elastic.json", "norms.safetensors", "shared_norms.safetensors"
@@ -139,7 +140,7 @@ def save_folder(
     with BUNDLE.writing(directory, facts) as folder:
         network = ordinary(supernet.network)
         with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
-            supernet.require_calibrated(require)
+            require_calibrated(supernet, require)
             tensors = _copies(supernet.network.state_dict())
             norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
             norms.keep([*card.subnets.values(), space.largest()])

@@ -36,6 +36,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input
 from subnetact.supernet.generation import Moment
+from subnetact.supernet.statistics import is_calibrated, norm_operators, require_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 
@@ -186,7 +187,7 @@ class Engine(ReadySubnets):
         self.device = supernet.device if config.device is None else find_device(config.device)
         config = config.checked(supernet)
         if check is not None and not config.allow_uncalibrated:
-            supernet.require_calibrated(config.served)
+            require_calibrated(supernet, config.served)
         self._casts = partial(torch.is_autocast_enabled, self.device.type)
         self.supernet = supernet
         if self.device != supernet.device:
@@ -250,7 +251,7 @@ class Engine(ReadySubnets):
 
     def _calibrated_ids(self) -> tuple[int, ...]:
         every = self._config.allow_uncalibrated
-        return tuple(i for i in self.ids if every or self.supernet.calibrated(self.specs[i]))
+        return tuple(i for i in self.ids if every or is_calibrated(self.supernet, self.specs[i]))
 
     @property
     def fingerprint(self) -> str:
@@ -321,7 +322,7 @@ class Engine(ReadySubnets):
         percent = percentage(accuracy, spec)
         with self._changing:
             if not self._config.allow_uncalibrated:
-                self.supernet.require_calibrated([spec])
+                require_calibrated(self.supernet, [spec])
             known, config = {subnet.spec: subnet.accuracy for subnet in self._subnets}, self.config
             known[spec] = known.get(spec) if percent is None else percent
             subnet = list(known).index(spec)
@@ -348,7 +349,7 @@ class Engine(ReadySubnets):
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
             every = config.allow_uncalibrated
             for subnet in served.values():
-                if subnet.bound is None and (every or self.supernet.calibrated(subnet.spec)):
+                if subnet.bound is None and (every or is_calibrated(self.supernet, subnet.spec)):
                     subnet.bound = self._bind(subnet.spec)
             for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
                 subnet.accuracy = percent
@@ -725,7 +726,7 @@ class Engine(ReadySubnets):
         if self._config.allow_uncalibrated:
             return Bound.of(self.supernet, spec)
         while True:  # Another thread may drop the row meanwhile.
-            self.supernet.require_calibrated([spec])
+            require_calibrated(self.supernet, [spec])
             bound = Bound.of(self.supernet, spec)
-            if bound.statistics_row is not None or not self.supernet.norm_operators():
+            if bound.statistics_row is not None or not norm_operators(self.supernet.network):
                 return bound

@@ -57,6 +57,7 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import SHOW_AFTER_S
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 FUSABLE_PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
@@ -367,7 +368,7 @@ class Plan:
         elif self.backend != FUSED:
             ways = [partial(RuntimeProgram, runtime=self.backend, samples=self._samples())]
         for way in ways:
-            view, statistics_row = self._supernet.private_view(spec)
+            view, statistics_row = private_view(self._supernet, spec)
             if not bound.current or statistics_row is not bound.statistics_row:
                 raise ValueError("its weights or statistics were replaced")
             with outside_modes(), torch.inference_mode():
@@ -387,7 +388,7 @@ class Plan:
         if spec.precision == FLOAT32:
             return equal(output, expected, TOLERANCE)
         # A number may round to another int8 number than in the view, and float32 is between the two.
-        exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
+        exact, _ = private_view(self._supernet, self._supernet.space.at_precision(spec, FLOAT32))
         return is_as_near(output, expected, call_with(exact, x))
 
     def _probe(self) -> Any:

@@ -23,6 +23,7 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input, map_
 from subnetact.supernet.failure import not_running
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
+from subnetact.supernet.views import private_view
 
 DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
 DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
@@ -98,7 +99,7 @@ def check_batch(x: Any, samples: Sequence[Any], cause: Exception) -> None:
 
 def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any:
     """Return the output for a batch `x` of one sample; an InvalidRequest says what to describe or to give."""
-    view, _ = supernet.private_view(spec)
+    view, _ = private_view(supernet, spec)
     try:
         with torch.inference_mode():
             return call_with(view, x)

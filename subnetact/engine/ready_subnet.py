@@ -21,6 +21,7 @@ from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
+from subnetact.supernet.views import private_view
 
 _version = attrgetter("_version")
 
@@ -39,7 +40,7 @@ class Bound:
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
         """Bind a subnet to the current weights and statistics."""
         number = supernet.generation.number
-        view, statistics_row = supernet.private_view(spec)
+        view, statistics_row = private_view(supernet, spec)
         return cls(supernet, spec, view, statistics_row, number)
 
     @property

@@ -18,7 +18,9 @@ from subnetact.engine.subnet_program import SubnetProgram
 from subnetact.errors import ExportError
 from subnetact.files.documents import FolderFormat
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.statistics import require_calibrated
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 
 def subnet_programs(
@@ -29,9 +31,9 @@ def subnet_programs(
     *smaller, x = (batch_like(sample, 3, engine.device) for sample in engine.samples)
     supernet = deepcopy(engine.supernet)  # Everything is of one checkpoint, whatever other threads load.
     if not engine.config.allow_uncalibrated:
-        supernet.require_calibrated(specs)
+        require_calibrated(supernet, specs)
     programs = [
-        SubnetProgram(f"{i} ({spec})", supernet.private_view(spec)[0], x, tuple(smaller))
+        SubnetProgram(f"{i} ({spec})", private_view(supernet, spec)[0], x, tuple(smaller))
         for i, spec in enumerate(specs)
     ]
     facts = {"program": program, "device": engine.device.type, **facts, "inputs": axes.described()}

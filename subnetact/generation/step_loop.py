@@ -29,6 +29,7 @@ from subnetact.insertion.key_value_cache import cache_relation, empty_pages, swi
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment, is_counter
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 with extra_needed("generation needs transformers 5.20 or newer: pip install 'subnetact[hf]'"):
     from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
@@ -186,7 +187,7 @@ class ElasticDecoder(nn.Module):
         with supernet.generation.lock:
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             # Views of its own, which have one implementation of attention with the network.
-            self._views = [supernet.private_view(spec)[0] for spec in self._subnets]
+            self._views = [private_view(supernet, spec)[0] for spec in self._subnets]
         copies: dict[int, Any] = {}
         views = self._views if self.device.type == "cpu" else ()
         for module in (module for view in views for module in view.modules()):

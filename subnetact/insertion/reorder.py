@@ -22,6 +22,7 @@ from subnetact.supernet.batches import as_batch, as_pair, call_with, logits
 from subnetact.supernet.bind import bind
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.statistics import norm_operators
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
 
@@ -266,7 +267,7 @@ def _check_score(score: Any, group: UnitGroup) -> None:
 def _permute(supernet: Supernet, units: Mapping[UnitGroup, Tensor], trial: Trial) -> None:
     """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
     orders = full_orders(supernet.network, units)
-    table, original = _statistics(supernet, trial.row, units, orders), supernet.has_original_statistics()
+    table, original = _statistics(supernet, trial.row, units, orders), supernet.generation.is_original
     with torch.no_grad():
         if not trial.stays(units) and not (trial.exact() and trial.stays(units)):
             raise InsertError(
@@ -285,7 +286,7 @@ def _statistics(
 ) -> NormTable:
     """Return the statistics rows of the subnets that keep all units, permuted."""
     channels: dict[str, Tensor] = {}
-    for path, norm in supernet.norm_operators().items():
+    for path, norm in norm_operators(supernet.network).items():
         order = orders.get((path, "running_mean", 0))
         if order is not None:
             kept = norm.gather(row, torch.arange(len(order)))

@@ -14,6 +14,7 @@ from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_pair, call_with, describe_input, logits, map_tensors, tensors_of
 from subnetact.supernet.failure import explained
+from subnetact.supernet.statistics import is_calibrated
 from subnetact.supernet.supernet import Supernet
 
 CHECK = "supernet.check(x) tells whether the description of the supernet lacks a module"
@@ -61,7 +62,7 @@ def evaluate(
     if not isinstance(batches, Iterable):
         kind = type(batches).__name__
         raise SpecError(f"evaluate: expected batches (inputs, labels), got {kind}; write [(inputs, labels)]")
-    fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
+    fresh = [spec for spec in wanted if not is_calibrated(supernet, spec)]
     try:
         if calibration is not None and fresh:
             calibrate(supernet, fresh, calibration, progress=progress)

@@ -33,7 +33,9 @@ from subnetact.supernet.batches import call_with, hash_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import explained
 from subnetact.supernet.generation import Moment
+from subnetact.supernet.statistics import is_calibrated, norm_operators
 from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.views import private_view
 from subnetact.training.task import TASKS, Lesson, Task
 
 Choice: TypeAlias = tuple[str, int, Value]
@@ -363,14 +365,14 @@ def score_layers(
     scores = LayerScores(supernet, split[0][0], dict.fromkeys(every, 0.0), moment)
     largest = space.largest()
     variants = {c: spec for c in scores.losses if (spec := scores._with(largest, [c])) != largest}
-    fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not supernet.calibrated(s)]
+    fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not is_calibrated(supernet, s)]
     with journal.fields():
         measured: dict[tuple[int, Choice], float] = {
             (int(line["batch"]), (line["axis"], int(line["slot"]), line["value"])): float(line["loss"])
             for line in journal.of("score")
         }
     try:
-        if supernet.norm_operators() and len(measured) < len(split) * len(variants):
+        if norm_operators(supernet.network) and len(measured) < len(split) * len(variants):
             calibrate(supernet, fresh, [x for x, _ in split], progress=progress)
         total = len(split) * len(variants)
         with tqdm(total=total, desc="scoring layers", disable=not progress or None) as bar, torch.no_grad():
@@ -408,7 +410,7 @@ class _Runs:
         return max(loss, 0.0)
 
     def _output(self, spec: SubnetSpec, noted: Collection[str] | None = None) -> Any:
-        view = self._supernet.private_view(spec)[0]
+        view = private_view(self._supernet, spec)[0]
         self._calls.share(view, self._supernet.space.resolve(spec), noted)
         with explained(SearchError, f"score_layers: {spec}", view, self._x):
             return self._task.output(call_with(view, self._x), self._x)

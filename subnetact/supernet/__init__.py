@@ -4,12 +4,13 @@ Which file answers which question:
 
 - `supernet.py`: how a subnet is run, extracted or trained (`Supernet`).
 - `put_operators.py`: how an ordinary network becomes a supernet.
-- `bind.py`: how the network of one subnet is put together from operators and a size row; `views.py`: which
-  of these networks are kept.
+- `bind.py`: how the network of one subnet is put together from operators and a size row; `views.py`: what
+  makes it a view of the supernet, and which views are kept.
 - `generation.py`: whether the weights have changed, for everything that outlives such a change;
   `replacements.py`: whether modules or tensors were replaced.
 - `load.py`: how other weights are loaded, into which memory, and which statistics rows stay.
-- `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
+- `statistics.py`: which BatchNorm statistics a subnet runs on; `norm_table.py`: where those of subnets are
+  kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `proof.py`: the one proof that
   slices fit together; `unused_weights.py`: copies in which what a subnet does not use is NaN or zero.
@@ -22,6 +23,15 @@ Which file answers which question:
 
 from subnetact.supernet.check import CheckReport
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.statistics import norm_operators, statistics_of
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet"]
+__all__ = [
+    "CheckReport",
+    "InsertReport",
+    "NormRow",
+    "NormTable",
+    "Supernet",
+    "norm_operators",
+    "statistics_of",
+]

@@ -141,8 +141,12 @@ class Generation:
 
     @property
     def is_original(self) -> bool:
-        """Whether weights and statistics are those that the network came with, unchanged since."""
-        return self._original is not None and self._original == self.moment()
+        """Whether the largest subnet is the trained network that `insert_` was given, unchanged since.
+
+        Networks of families were trained as supernets, so none of their subnets is.
+        """
+        supernet: Any = self._supernet()
+        return supernet.origin is None and self._original is not None and self._original == self.moment()
 
     def note_original(self) -> None:
         """Declare that a change of the weights left the function of the largest subnet as it was."""

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
-from subnetact.operators import SubnetNorm
 from subnetact.operators.tensor_version import storage_id, tensor_place
-from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import hash_of
 from subnetact.supernet.norm_table import NormTable, required_table
+from subnetact.supernet.statistics import adopt_statistics_, norm_operators, statistics_of_largest
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -165,34 +164,19 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
         if dropped:
             supernet.norms = NormTable(supernet.space.id)
         if adopted:
-            supernet.adopt_statistics()
+            adopt_statistics_(supernet)
         return dropped
 
     return keep
-
-
-def statistics_of_largest(supernet: Any) -> dict[str, Tensor]:
-    """Return, by name, the shared statistics that are others in the row of the largest subnet."""
-    largest = supernet.space.largest()
-    row, sizes = supernet.norms.get(largest), supernet.space.resolve(largest)
-    pairs, others = {} if row is None else row.pairs(), dict[str, Tensor]()
-    for path, norm in supernet._present().named_modules(remove_duplicate=False):
-        if isinstance(norm, SubnetNorm) and norm.path in pairs:
-            pair = norm.readable(sizes, pairs[norm.path])
-            for name, statistic in zip(norm.statistics_names(sizes), pair, strict=True):
-                shared = norm.get_buffer(name)
-                norm.scatter_(sizes, tensor := shared.clone(), statistic)
-                if tensor.is_meta or not torch.equal(tensor, shared):
-                    others[f"{path}.{name}"] = tensor
-    return others
 
 
 def _weights_hash(supernet: Any) -> str:
     """Return a hash of the weights, without the shared statistics and counters, if there are rows."""
     if not len(supernet.norms):
         return ""
-    shared = {id(b) for norm in supernet.norm_operators().values() for b in norm._buffers.values()}
-    state = supernet.network.state_dict(keep_vars=True).items()
+    network = supernet.network
+    shared = {id(b) for norm in norm_operators(network).values() for b in norm._buffers.values()}
+    state = network.state_dict(keep_vars=True).items()
     named = ((n, t) for n, t in state if isinstance(t, Tensor) and not (t.is_meta or id(t) in shared))
     weights = (t for name, t in named if not name.endswith("num_batches_tracked"))
     return hash_of(t if t.layout == torch.strided else t.detach().to_dense() for t in weights)
@@ -206,15 +190,6 @@ def warn_of_dropped(rows: int, instead: str) -> None:
             f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
         )
-
-
-def warn_of_shared(spec: SubnetSpec) -> None:
-    """Say that a subnet has no BatchNorm statistics of its own, and how it gets them."""
-    warn_caller(
-        f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
-        "call subnetact.calibrate(supernet, specs, batches)",
-        UncalibratedSubnetWarning,
-    )
 
 
 def warn_caller(text: str, kind: type[Warning]) -> None:

@@ -70,7 +70,7 @@ class NormRow:
         statistics: Mapping[str, tuple[Tensor, Tensor]],
         corrections: Mapping[str, Correction] | None = None,
     ) -> NormRow:
-        """Return a row with copies of (mean, variance) pairs by name, as `Supernet.statistics` returns them.
+        """Return a row with copies of (mean, variance) pairs by name, as `statistics_of` returns them.
 
         Args:
             statistics: the pairs, each of shape (channels,), of one dtype and on one device.

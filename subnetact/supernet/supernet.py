@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import InsertError, NotCalibrated, SpecError, ViewError
+from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
-from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
-from subnetact.operators.correction import correct_, merge_
+from subnetact.operators.correction import merge_
 from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.shards import is_sharded, require_whole
@@ -30,27 +29,20 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import map_tensors
-from subnetact.supernet.bind import bind, operators_in
+from subnetact.supernet.bind import operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.compiled_call import compiled_call
-from subnetact.supernet.forward_state import note_state_, own_state_
+from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import (
-    after_outer_load,
-    before_outer_load,
-    exchange_storage_,
-    load_,
-    statistics_of_largest,
-    warn_of_shared,
-)
-from subnetact.supernet.norm_table import NormRow, NormTable, required_table
+from subnetact.supernet.load import after_outer_load, before_outer_load, exchange_storage_, load_
+from subnetact.supernet.norm_table import NormTable, required_table
 from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
-from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
+from subnetact.supernet.statistics import came_trained, follow_training_, statistics_of_largest
 from subnetact.supernet.unused_weights import snapshot
-from subnetact.supernet.views import Views
+from subnetact.supernet.views import Views, bound_view, private_view
 
 
 @dataclass(frozen=True)
@@ -120,13 +112,6 @@ def fingerprint_of(space: str, state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def came_trained(norms: Iterable[SubnetNorm]) -> bool:
-    """Tell whether the BatchNorms of a network came with statistics of its own."""
-    owns: Any = [norm._buffers for norm in norms]
-    pairs = ((own["running_mean"], own["running_var"]) for own in owns if "running_mean" in own)
-    return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
-
-
 class Supernet(ReadThrough):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
@@ -191,7 +176,7 @@ class Supernet(ReadThrough):
         for operator in operators_in(network):
             operator.actuation = self._actuation
         self._views = Views()
-        self._generation = Generation(self, self._views, came_trained(self.norm_operators().values()))
+        self._generation = Generation(self, self._views, came_trained(network))
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
@@ -254,22 +239,14 @@ class Supernet(ReadThrough):
     @property
     def norms(self) -> NormTable:
         """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
-        actuation = self._actuation
-        if actuation.moving is not None:
-            with self._generation.lock:
-                moving, actuation.moving = actuation.moving, None
-                if moving in actuation.norms.rows.values():  # Training has moved it.
-                    self.adopt_statistics()
-        table: NormTable = actuation.norms
+        if self._actuation.moving is not None:
+            follow_training_(self)
+        table: NormTable = self._actuation.norms
         return table
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
         self._actuation.norms = required_table(table, self.space.id).to_like(self._present())
-
-    def norm_operators(self) -> dict[str, SubnetNorm]:
-        """Return the operators of all BatchNorms of the network, by name."""
-        return {norm.path: norm for norm in self._present().modules() if isinstance(norm, SubnetNorm)}
 
     @property
     def active(self) -> SubnetSpec:
@@ -355,41 +332,22 @@ class Supernet(ReadThrough):
         its forward reads them, and state the sizes of the subnet as those of `extract` do. Values that are
         written into a parameter of a view without a trace (`parameter.data = other`) reach other subnets.
 
-        `torch.compile(view)` reads packed copies (`packed_bytes`) as they are and does not let them follow:
+        `torch.compile(view)` reads packed copies as they are and does not let them follow:
         after changes in place call `refresh` and compile the new view, or use `torch.compile(supernet)`.
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
         if self._generation.notice_replacements():
             with self._generation.lock:
-                return self._bind(spec, self.norms.get(spec), fresh=True)
+                return bound_view(self, spec, self.norms.get(spec), fresh=True)
         norms = self.norms
         with self._views.lock:
             view = self._views.get(spec, norms.get(spec))
         if view is None:
             spec = self.space.check(spec)
             with self._generation.lock:  # Without it, nobody exchanges weights or clears the views.
-                view = self._views.keep(spec, *self.private_view(spec), self)
+                view = self._views.keep(spec, *private_view(self, spec), self)
         return view
-
-    def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
-        """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
-
-        Raises:
-            StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
-        """
-        spec = self.space.check(spec)
-        with self._generation.lock:
-            number = None
-            while number != self._generation.number:  # Another thread may replace a tensor meanwhile.
-                number = self.generation.number
-                with self._generation.own_weights():
-                    statistics = self.norms.get(spec)
-                    view = self._bind(spec, statistics)
-        if statistics is None and not self._warned and self.norm_operators():
-            self._warned = True
-            warn_of_shared(spec)
-        return view, statistics
 
     @property
     def device(self) -> torch.device:
@@ -481,7 +439,7 @@ class Supernet(ReadThrough):
         with outside_modes(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             row = self.norms.get(spec)
-            view = self._bind(spec, row, fresh=fresh, hooked=False)
+            view = bound_view(self, spec, row, fresh, hooked=False)
             named = self._present().named_modules(remove_duplicate=False)
             network = owned(view, ((p, o) for p, m in named for o in (m, template_of(m)))).eval()
             for path, correction in () if row is None else row.corrections().items():
@@ -564,7 +522,9 @@ class Supernet(ReadThrough):
             self.proved.forms.add(self.proved.form(x))
         if self.precision is not None:
             precisions = self.precision.precisions
-            check_precisions(self.space, precisions, x, lambda spec: self._bind(spec, self.norms.get(spec)))
+            check_precisions(
+                self.space, precisions, x, lambda spec: bound_view(self, spec, self.norms.get(spec))
+            )
         return report
 
     def check_once(self, x: Any) -> None:
@@ -579,48 +539,6 @@ class Supernet(ReadThrough):
         if (shapes, number) not in self._checked:
             self.check(x, thorough=False)
             self._checked.add((shapes, number))
-
-    def calibrated(self, spec: SubnetSpec) -> bool:
-        """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
-        return self.space.check(spec) in self._actuation.norms or not self.norm_operators()
-
-    def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
-        """Refuse `specs` of which one has no BatchNorm statistics of its own, with `NotCalibrated`."""
-        bare = [spec for spec in specs if not self.calibrated(spec)]
-        if bare:
-            raise NotCalibrated(
-                f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
-                "first; call subnetact.calibrate(supernet, specs, batches), or make the engine or file with "
-                "allow_uncalibrated=True, to use the shared ones"
-            )
-
-    def statistics(self, spec: SubnetSpec, shared: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the BatchNorm statistics that the subnet `spec` runs on: its own, or the `shared` ones.
-
-        They are the tensors in use, not copies: BatchNorm name -> (mean, variance), of shape (channels,).
-
-        Raises:
-            SpecError: its own statistics lack a BatchNorm or have another number of channels.
-        """
-        spec, found = self.space.check(spec), dict[str, tuple[Tensor, Tensor]]()
-        self._bind(spec, None if shared else self.norms.get(spec), note=found, hooked=False)
-        return found
-
-    def adopt_statistics(self) -> None:
-        """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
-
-        In a pretrained network, it is then the original network, bit for bit.
-        """
-        largest = self.space.largest()
-        with outside_modes():
-            self._actuation.norms.update({largest: NormRow.of(self.statistics(largest, shared=True))})
-
-    def has_original_statistics(self) -> bool:
-        """Tell whether the largest subnet is the trained network that `insert_` was given, unchanged since.
-
-        `calibrate` then leaves it alone. Networks of families were trained as supernets.
-        """
-        return self.origin is None and self.generation.is_original
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -802,8 +720,8 @@ class Supernet(ReadThrough):
             norms: the statistics rows of these weights, which replace the former ones at the same moment.
                 Without it, rows stay if the weights are the same, and are dropped with an
                 `UncalibratedSubnetWarning` if not; engines then refuse these subnets (`NotCalibrated`). A row
-                of `adopt_statistics` follows the network's own statistics. Give `norms=supernet.norms` to
-                keep all rows.
+                that `insert_` or `calibrate` adopted follows the network's own statistics. Give
+                `norms=supernet.norms` to keep all rows.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
@@ -857,43 +775,3 @@ class Supernet(ReadThrough):
                 "the supernet's operators were removed; call insert_ again, or use what remove() returned"
             )
         return network
-
-    def _bind(
-        self,
-        spec: SubnetSpec,
-        statistics: NormRow | None,
-        fresh: bool = False,
-        note: dict[str, tuple[Tensor, Tensor]] | None = None,
-        hooked: bool = True,
-    ) -> nn.Module:
-        """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
-        row = self.space.resolve(spec)
-        pairs: Mapping[str, tuple[Tensor, Tensor]] | None = None
-
-        def bind_norm(norm: SubnetNorm) -> nn.Module:
-            if pairs is not None and norm.path not in pairs:
-                raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
-            measured = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
-            mean, var = norm.readable(row, measured)
-            if note is not None:
-                note[norm.path] = mean, var
-            return norm.bind_with(row, mean, var, fresh)
-
-        # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
-        with self._generation.lock, nullcontext() if fresh else outside_modes():
-            pairs = None if statistics is None else statistics.pairs()
-            require_whole(self._present())
-            view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
-            self._actuation.leave_view(view)
-            if hooked and statistics is not None:
-                for path, correction in statistics.corrections().items():
-                    correct_(view.get_submodule(path), correction)
-            own_state_(view, () if fresh else self.state)
-            object.__setattr__(view, "is_whole", True)
-            if hasattr(type(view), "save_pretrained") and spec.base != self._largest:
-                object.__setattr__(view, "save_pretrained", Saver(view))
-            if hooked and self.proved is not None:
-                view.register_forward_pre_hook(self.proved.look, with_kwargs=True)
-            if hooked and self.on_bind is not None:
-                self.on_bind(self, view, spec, self._generation.weights)
-        return view

@@ -1,22 +1,88 @@
-"""Views: the views of a supernet that are kept, the least recently used of which is evicted."""
+"""Views: how the network of a subnet is bound, and which views are kept for the next call.
+
+The least recently used view is evicted.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from subnetact.errors import UncalibratedSubnetWarning
 from subnetact.files.fork import new_lock
+from subnetact.operators.correction import correct_
+from subnetact.operators.outside_modes import outside_modes
 from subnetact.operators.packed_copy import frozen_parameter
+from subnetact.operators.shards import require_whole
 from subnetact.operators.view_module import Keeping, keep_
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.bind import bind
+from subnetact.supernet.forward_state import own_state_
+from subnetact.supernet.load import warn_caller
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
+from subnetact.supernet.statistics import binding_of, norm_operators
 
 _NOTHING = (None, None, None)
+
+
+def bound_view(
+    supernet: Any, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False, hooked: bool = True
+) -> nn.Module:
+    """Return the network of one subnet on a statistics row, or on the shared statistics.
+
+    If it is `fresh`, its parameters carry gradients, and its buffers are those of the supernet. Unless it is
+    `hooked`, it is no view yet: it has no corrections, and nothing guards its calls.
+    """
+    sizes = supernet.space.resolve(spec)
+    # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
+    with supernet._generation.lock, nullcontext() if fresh else outside_modes():
+        bind_norm, _ = binding_of(spec, sizes, statistics, fresh)
+        require_whole(network := supernet._present())
+        view = bind(network, sizes, bind_norm, fresh, None if fresh else supernet._views.frozen)
+        supernet._actuation.leave_view(view)
+        if hooked and statistics is not None:
+            for path, correction in statistics.corrections().items():
+                correct_(view.get_submodule(path), correction)
+        own_state_(view, () if fresh else supernet.state)
+        object.__setattr__(view, "is_whole", True)
+        if hasattr(type(view), "save_pretrained") and spec.base != supernet._largest:
+            object.__setattr__(view, "save_pretrained", Saver(view))
+        if hooked and supernet.proved is not None:
+            view.register_forward_pre_hook(supernet.proved.look, with_kwargs=True)
+        if hooked and supernet.on_bind is not None:
+            supernet.on_bind(supernet, view, spec, supernet._generation.weights)
+    return view
+
+
+def private_view(supernet: Any, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
+    """Return a new view of a subnet that nobody else holds, and its statistics row, or None if it has none.
+
+    Raises:
+        StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
+    """
+    spec = supernet.space.check(spec)
+    with supernet._generation.lock:
+        number = None
+        while number != supernet._generation.number:  # Another thread may replace a tensor meanwhile.
+            number = supernet.generation.number
+            with supernet._generation.own_weights():
+                statistics = supernet.norms.get(spec)
+                view = bound_view(supernet, spec, statistics)
+    if statistics is None and not supernet._warned and norm_operators(supernet._present()):
+        supernet._warned = True
+        warn_caller(
+            f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
+            "call subnetact.calibrate(supernet, specs, batches)",
+            UncalibratedSubnetWarning,
+        )
+    return view, statistics
 
 
 class Views:

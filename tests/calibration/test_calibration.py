@@ -23,6 +23,7 @@ from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.statistics import is_calibrated, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -124,7 +125,7 @@ def test_a_batchnorm_that_also_activates_is_calibrated_as_it_runs() -> None:
     assert supernet.subnet(spec)[1].act is not supernet.subnet(supernet.space.largest())[1].act
     plain = one_width(nn.Sequential(nn.Linear(3, 4)), {"0": "out"}, [2, 4])
     calibrate(plain, [plain.space.smallest()], [], progress=False)
-    assert plain.calibrated(plain.space.smallest()), "a network without BatchNorm needs no calibration"
+    assert is_calibrated(plain, plain.space.smallest()), "a network without BatchNorm needs no calibration"
 
 
 def test_rows_that_lack_a_norm(digits: Supernet) -> None:
@@ -156,7 +157,7 @@ def test_a_network_whose_forward_writes_into_its_buffers_is_calibrated() -> None
     for spec in supernet.space.enumerate():
         expected = reference_statistics(copy.deepcopy(supernet), spec, BATCHES, "weighted_biased")
         calibrate(supernet, [spec], BATCHES, progress=False)
-        for own, reference in zip(supernet.statistics(spec)["norm"], expected["norm"], strict=True):
+        for own, reference in zip(statistics_of(supernet, spec)["norm"], expected["norm"], strict=True):
             torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
     assert supernet.network.seen.tolist() == [0, 0]
 

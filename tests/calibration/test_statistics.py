@@ -22,6 +22,7 @@ from subnetact.errors import EngineError, NotCalibrated, SpecError, StaleWeights
 from subnetact.export import to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.supernet import NormTable
+from subnetact.supernet.statistics import adopt_statistics_, is_calibrated, norm_operators, statistics_of
 
 
 @pytest.mark.parametrize("adopt", [None, True])
@@ -36,7 +37,7 @@ def test_the_largest_subnet_is_the_original_after_calibration(adopt: bool | None
     assert report.adopted == (space.largest(),)
     assert (report.subnets, report.batches) == (1, len(BATCHES))
     assert "the largest subnet keeps the statistics that the network came with" in str(report)
-    assert supernet.calibrated(space.largest())
+    assert is_calibrated(supernet, space.largest())
     assert calibrate(supernet, [space.largest()], [], progress=False).adopted
 
 
@@ -52,7 +53,7 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
     trained = supernet_of(pretrained())
     trained.train()
     trained(BATCHES[0], subnet=trained.space.smallest()).sum().backward()
-    assert trained.has_original_statistics(), "a narrow subnet moves copies of them"
+    assert trained.generation.is_original, "a narrow subnet moves copies of them"
     trained(BATCHES[0], subnet=trained.space.largest()).sum().backward()
     assert not adopted(trained.eval())
     loaded = supernet_of(pretrained())
@@ -64,7 +65,7 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
     uncounted = pretrained()
     uncounted[1].num_batches_tracked = None  # so that torch counts no training
     trained = supernet_of(uncounted)
-    assert trained.has_original_statistics()
+    assert trained.generation.is_original
     trained.train()
     trained(BATCHES[0])
     assert not adopted(trained.eval())
@@ -73,7 +74,7 @@ def test_statistics_that_are_not_the_networks_own_are_calibrated() -> None:
 
 def test_adopted_statistics_are_a_row_of_their_own() -> None:
     supernet = supernet_of(pretrained())
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     largest = supernet.space.largest()
     before = supernet(BATCHES[0], subnet=largest)
     supernet.network.get_submodule("1").running_mean.add_(1)
@@ -137,7 +138,7 @@ def test_statistics_of_former_weights_are_not_kept_unasked(supernet: Supernet, e
 
 
 def test_a_load_into_a_module_around_the_supernet_drops_them_as_well(supernet: Supernet) -> None:
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     outer = nn.ModuleDict({"net": supernet})
     outer.load_state_dict(outer.state_dict())
     assert len(supernet.norms) == 2
@@ -219,11 +220,11 @@ def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path
 
 def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     small, large = supernet.space.smallest(), supernet.space.largest()
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     engine = Engine(supernet, [small, large], example=X[:1], memory_budget_mb=8)
     engine.pin(0)
     supernet.load_state_dict(OTHER, norms=NormTable(supernet.space.id))
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     replica = Engine.from_config(copy.deepcopy(supernet), engine.config)
     replica.warm_up([1], 60)
     torch.testing.assert_close(replica(X, 1), engine(X, 1), rtol=1e-3, atol=1e-4)
@@ -290,7 +291,7 @@ def test_rows_stay_exact(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
         flat = supernet.norms.rows[spec].flat
         assert flat.dtype is kept
         assert torch.equal(flat, rows[spec].to(kept))
-        assert {t.dtype for pair in supernet.statistics(spec).values() for t in pair} == {dtype}
+        assert {t.dtype for pair in statistics_of(supernet, spec).values() for t in pair} == {dtype}
         for found in (supernet(x, subnet=spec), supernet.extract(spec)(x), engine(x, i)):
             assert found.dtype is dtype
             tolerance = max(TOLERANCES[dtype], TOLERANCES[weights])
@@ -314,7 +315,7 @@ def test_statistics_that_overflow_are_refused_where_they_are_read(use: str, tmp_
     supernet, spec = measured(500.0).half(), exact.space.smallest()
     with pytest.raises(SpecError, match=r"^1: its statistics are not finite at float16: .* norm\.float\(\)"):
         USES[use](supernet, spec, tmp_path)
-    for norm in supernet.norm_operators().values():  # as the message says
+    for norm in norm_operators(supernet.network).values():  # as the message says
         norm.float()
     USES[use](supernet, spec, tmp_path)
     expected = exact(NUMBERS, subnet=spec)
@@ -363,9 +364,9 @@ def test_a_failed_load_keeps_weights_and_rows(supernet: Supernet, monkeypatch: p
     def full(*_: Any) -> None:
         raise MemoryError
 
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     before, norms = supernet.fingerprint(), supernet.norms
-    monkeypatch.setattr(supernet, "adopt_statistics", full)
+    monkeypatch.setattr("subnetact.supernet.load.adopt_statistics_", full)
     with pytest.raises(MemoryError):
         supernet.load_state_dict(OTHER)
     assert supernet.fingerprint() == before

@@ -22,6 +22,7 @@ from subnetact.errors import (
     UncalibratedSubnetWarning,
 )
 from subnetact.operators import LayerSelect
+from subnetact.supernet.statistics import adopt_statistics_
 
 EXAMPLE = torch.zeros(1, 16, 16)
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -104,7 +105,7 @@ def test_an_engine_follows_the_configuration_of_another(engine: Engine, tmp_path
 
 def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path: Path) -> None:
     spec, x = digits.space.largest(), torch.randn(3, 1, 16, 16)
-    digits.adopt_statistics()
+    adopt_statistics_(digits)
     engine = Engine(digits, [spec], example=[x[:1], x[:1, :, :8]])
     digits.to(torch.float64)
     assert engine.config.sample[0].dtype == torch.float64

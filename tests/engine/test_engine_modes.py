@@ -23,7 +23,9 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import SlicedConv
 from subnetact.errors import SpecError
 from subnetact.operators.operation_traits import operation_of
+from subnetact.supernet.statistics import adopt_statistics_, norm_operators
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 EXAMPLE = torch.zeros(1, 16, 16)
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -68,7 +70,7 @@ def test_families_run_in_every_mode(family: str) -> None:
     torch.manual_seed(0)
     supernet, x = small_supernet(family), small_inputs(family, 3)["x"]
     specs = supernet.space.sample(3, 3)
-    for norm in supernet.norm_operators().values():
+    for norm in norm_operators(supernet.network).values():
         norm.get_buffer("running_mean").normal_(0, 0.1)
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
     for budget in (0, 200):
@@ -89,7 +91,7 @@ def test_families_run_in_every_mode(family: str) -> None:
 
 def test_programs_fuse_rightly_and_have_no_batchnorm(digits: Supernet) -> None:
     calibrate(digits, [digits.space.smallest()], [X], progress=False)
-    program = FusedProgram(digits.private_view(digits.space.smallest())[0])
+    program = FusedProgram(private_view(digits, digits.space.smallest())[0])
     assert program.graph is not None
     assert not any(isinstance(value, nn.BatchNorm2d | nn.Conv2d) for value in program.values.values())
     assert F.relu not in {node.target for node in program.graph.nodes}
@@ -225,7 +227,7 @@ def test_the_plan_is_made_with_the_engine_and_use_does_not_change_it(digits: Sup
     assert all("does not fit in the budget" in why for why in tight.stats().unfused.values())
     for i, spec in enumerate(tight.specs):
         close(tight(X, subnet=i), digits(X, subnet=spec), folded=i in planned)
-    digits.adopt_statistics()
+    adopt_statistics_(digits)
     largest = Engine(digits, [digits.space.largest()], example=EXAMPLE[None])
     assert largest.is_fused(0), "the default budget has room for the largest subnet"
     views = budgeted(engine, 0)

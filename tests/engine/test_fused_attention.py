@@ -25,6 +25,7 @@ from subnetact.engine.packed_linear import (
     is_intel,
 )
 from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.views import private_view
 
 pytestmark = pytest.mark.skipif(
     not can_pack_linear(nn.Linear(SMALLEST_WIDTH, SMALLEST_WIDTH)),
@@ -94,7 +95,7 @@ def tensor() -> Tensor:
 
 
 def program_of(engine: Engine, traced: bool = True) -> FusedProgram:
-    view, _ = engine.supernet.private_view(engine.specs[0])
+    view, _ = private_view(engine.supernet, engine.specs[0])
     return FusedProgram(view, traced=traced)
 
 
@@ -336,7 +337,7 @@ def test_families_with_attention_are_traced_and_fused(family: str) -> None:
     with torch.inference_mode():
         for spec in (supernet.space.smallest(), supernet.space.largest()):
             program, expected = (
-                FusedProgram(supernet.private_view(spec)[0], probe=x),
+                FusedProgram(private_view(supernet, spec)[0], probe=x),
                 supernet(x, subnet=spec),
             )
             for rows in (2, 1):

@@ -21,6 +21,7 @@ from subnetact import Engine
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_linear import SMALLEST_WIDTH
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 INF = float("inf")
@@ -173,7 +174,7 @@ def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]
     engine = engine_of(network, torch.randn(3, 64, 64))
     pinned = engine.pin(0)
     assert pinned, pinned.reason
-    program = FusedProgram(engine.supernet.private_view(engine.specs[0])[0])
+    program = FusedProgram(private_view(engine.supernet, engine.specs[0])[0])
     norms_remain = name == "resnetv2_50"  # They stand before their convolutions.
     assert ("batch_norm" in str(program.graph)) == norms_remain
     x = torch.randn(2, 3, 64, 64)

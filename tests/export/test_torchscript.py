@@ -48,6 +48,7 @@ from subnetact.export import to_torchscript
 from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.statistics import norm_operators, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -65,7 +66,7 @@ def calibrated(supernet: Supernet, specs: list[Any]) -> Supernet:
     generator = torch.Generator().manual_seed(1)
     rows = {}
     for spec in specs:
-        shapes = {name: mean.shape for name, (mean, _) in supernet.statistics(spec).items()}
+        shapes = {name: mean.shape for name, (mean, _) in statistics_of(supernet, spec).items()}
         draw: Any = lambda make, shape: make(shape, generator=generator)  # noqa: E731
         own = {name: (draw(torch.randn, s) / 9, draw(torch.rand, s) + 0.5) for name, s in shapes.items()}
         rows[spec] = NormRow.of(own)
@@ -114,7 +115,7 @@ def held_bytes(supernet: Supernet, specs: list[Any]) -> int:
 def test_scripted_equals_eager_bit_for_bit(name: str, family: Any, inputs_of: Any, tmp_path: Path) -> None:
     supernet, inputs = family(name), inputs_of(name)
     specs = supernet.space.sample(0, COUNTS[name])
-    if supernet.norm_operators():
+    if norm_operators(supernet.network):
         calibrated(supernet, specs)
     assert len(specs) >= min(COUNTS[name], supernet.space.size())
     assert tells_apart(supernet, specs, inputs)
@@ -339,7 +340,7 @@ def test_what_cannot_be_exported(digits: Supernet, tmp_path: Path, monkeypatch: 
     for refused_engine, options, error, words in refusals:
         with pytest.raises(error, match=words):
             to_torchscript(refused_engine, path, **options)
-    norm = next(iter(digits.norm_operators().values()))
+    norm = next(iter(norm_operators(digits.network).values()))
     norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
     with pytest.raises(ExportError, match=r"scalar type Float but found Double.*nothing was written"):
         to_torchscript(engine, path)

@@ -19,6 +19,7 @@ import torch
 from subnetact import Engine, calibrate, errors
 from subnetact.files import fork
 from subnetact.digits import load_digits_supernet
+from subnetact.supernet.views import private_view
 
 def in_child(act):
     # Return what an act returns in a forked child, or the name of its error; "hangs" if it does not end.
@@ -59,7 +60,7 @@ def exchange():
 
 acts = {
     "cached view": lambda: supernet.subnet(specs[0])(x),
-    "new view": lambda: supernet.private_view(specs[1])[0](x),
+    "new view": lambda: private_view(supernet, specs[1])[0](x),
     "calibrate": lambda: calibrate(supernet, specs[:1], [x]),
     "load_state_dict": lambda: supernet.load_state_dict(supernet.state_dict()),
     "extract": lambda: supernet.extract(specs[0])(x),

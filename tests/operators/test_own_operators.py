@@ -24,6 +24,7 @@ from subnetact.insertion.description import Description
 from subnetact.operators import LayerTraits, SubnetNorm, WeightSlice, base, register_layer
 from subnetact.operators.base import Operator, slicer_of
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
@@ -182,7 +183,7 @@ def change(supernet: Supernet) -> None:
 def test_views_that_a_user_holds_follow_changes_in_place_and_copy_nothing_while_there_are_none() -> None:
     supernet = one_layer()
     spec = supernet.space.smallest()
-    held, cached = supernet.private_view(spec)[0], supernet.subnet(spec)
+    held, cached = private_view(supernet, spec)[0], supernet.subnet(spec)
     copied, before = copy.deepcopy(held), expected(supernet).relu()
     for _ in range(2):
         change(supernet)
@@ -193,7 +194,7 @@ def test_views_that_a_user_holds_follow_changes_in_place_and_copy_nothing_while_
     assert own[0].bias.untyped_storage().data_ptr() == supernet.network[0].bias.untyped_storage().data_ptr()
     made = Interleaved.made
     for _ in range(3):
-        cached(IMAGES), supernet.private_view(spec)[0](IMAGES)
+        cached(IMAGES), private_view(supernet, spec)[0](IMAGES)
     assert Interleaved.made == made
 
 

@@ -42,6 +42,7 @@ from subnetact.profile.pipeline import ProfileJob, run_profile
 from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings
+from subnetact.supernet.statistics import is_calibrated
 from subnetact.supernet.supernet import Supernet
 
 QUICK = ["--device", "cpu", "--threads", "1", "--min-time-ms", "3", "--warmup-ms", "0", "--windows", "3",
@@ -129,7 +130,7 @@ def test_a_search_ends_in_tables_and_a_bundle_whose_names_show_the_front(tmp_pat
     assert scheduler == table.monotone()
     assert (engine.keys, engine.accuracy) == (table.subnets, table.accuracy)
     assert engine.tables == {"measured": table, "scheduler": scheduler}
-    assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
+    assert all(is_calibrated(engine.supernet, spec) for spec in engine.specs)
     policy = SlackFit(scheduler, slo_ms=1000)
     assert simulate([0.0, 1.0], scheduler, policy, slo_ms=1000).attainment == 1.0
     rows = zip(engine.names, table.latency_ms, table.accuracy, strict=True)

@@ -21,7 +21,9 @@ from subnetact import Engine, insert_
 from subnetact.errors import CheckpointError, StaleWeights
 from subnetact.operators import WeightSlice
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.statistics import statistics_of
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.views import private_view
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 X = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(1))
@@ -98,7 +100,7 @@ def test_answers_are_of_one_checkpoint_and_its_statistics(supernet: Supernet, ho
     states, tables, expected = checkpoints(supernet), [NormTable(space.id) for _ in range(2)], []
     for k, (state, table) in enumerate(zip(states, tables, strict=True)):
         for spec in specs:
-            row = {n: (m + k, v + 1 + 3 * k) for n, (m, v) in supernet.statistics(spec).items()}
+            row = {n: (m + k, v + 1 + 3 * k) for n, (m, v) in statistics_of(supernet, spec).items()}
             table.update({spec: NormRow.of(row)})
         supernet.load_state_dict(state, norms=table)
         rows = {spec: row.pairs() for spec, row in table.rows.items()}
@@ -234,7 +236,7 @@ def others(supernet: Supernet) -> list[Any]:
     """Do what must not wait."""
     spec = supernet.space.smallest()
     state = {name: t + 1 for name, t in supernet.state_dict().items()}
-    return [supernet.private_view(spec), supernet.load_state_dict(state), supernet.subnet(spec)(IMAGES)]
+    return [private_view(supernet, spec), supernet.load_state_dict(state), supernet.subnet(spec)(IMAGES)]
 
 
 def run_beside(act: Callable[[], Any], network: Blocking, other: Callable[[], Any]) -> None:

@@ -35,6 +35,7 @@ from subnetact.errors import (
     WorkerHung,
 )
 from subnetact.serving import Answer, Fixed
+from subnetact.supernet.statistics import adopt_statistics_
 from subnetact.workers import engine_snapshot
 from subnetact.workers.engine_snapshot import EngineSnapshot, unpack
 from subnetact.workers.memory import BatchMemory, SharedMemory
@@ -531,7 +532,7 @@ def test_memory_that_there_is_no_room_for_is_an_error() -> None:
 @pytest.fixture
 def engine() -> Engine:
     supernet = supernet_of(pretrained())
-    supernet.adopt_statistics()
+    adopt_statistics_(supernet)
     return Engine(supernet, [supernet.space.largest()], example=BATCHES[0][:1], memory_budget_mb=0)
 
 
