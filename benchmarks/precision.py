@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.operators.kernel_table import why_not
+from subnetact.supernet.bind import packed_bytes
 from subnetact.supernet.statistics import norm_operators
 from subnetact.supernet.supernet import Supernet
 
@@ -172,7 +173,7 @@ def memory_of(family: str, precision: str) -> dict[str, float]:
     return {
         "subnets": len(engine) - 1,
         "beyond_MiB": resident_mb() - before,
-        "lowered_MiB": supernet.lowered_bytes() / 2**20,
+        "lowered_MiB": packed_bytes(supernet.network, "lowered") / 2**20,
         "weights_MiB": engine.stats().weights / 2**20,
     }
 

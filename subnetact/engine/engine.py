@@ -35,6 +35,7 @@ from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input
+from subnetact.supernet.bind import packed_bytes
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.statistics import is_calibrated, norm_operators, require_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -616,13 +617,13 @@ class Engine(ReadySubnets):
 
     def stats(self) -> EngineStats:
         """Return the bytes that are held, and which subnets are fused, at this moment."""
-        ids = self.ids
+        ids, lowered = self.ids, packed_bytes(self.supernet.network, "lowered")
         return EngineStats(
             subnets=len(ids),
             fused=sum(map(self.is_fused, ids)),
             weights=weight_bytes(self.supernet),
-            packed_bytes=self.supernet.packed_bytes(),
-            lowered_bytes=self.supernet.lowered_bytes(),
+            packed_bytes=packed_bytes(self.supernet.network) - lowered,
+            lowered_bytes=lowered,
             norm_table=self.supernet.norms.nbytes(),
             fused_bytes=self._plan.budget.used,
             graphs=0 if self._graphs is None else self._graphs.budget.used,

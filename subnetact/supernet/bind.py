@@ -23,6 +23,15 @@ def operators_in(network: nn.Module) -> list[Operator]:
     return [module for module in network.modules() if isinstance(module, Operator)]
 
 
+def packed_bytes(network: nn.Module, kind: str = "") -> int:
+    """Return the bytes of the packed copies of a network, slices that are no views of the weights.
+
+    There is one per operator and sizes, for all subnets with these sizes. Of the `kind` "lowered" are the
+    copies at lower precisions; without it, all count.
+    """
+    return sum(copy.nbytes for operator in operators_in(network) for copy in operator.packed_copies(kind))
+
+
 def bind(
     network: nn.Module, row: SizeRow, norm: NormBinding, trainable: bool = False, frozen: Freezing = None
 ) -> nn.Module:

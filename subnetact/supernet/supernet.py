@@ -312,10 +312,6 @@ class Supernet(ReadThrough):
                 operator.packs = bool(packs)
             self._generation.move(same=True)
 
-    def lowered_bytes(self) -> int:
-        """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
-        return sum(copy.nbytes for o in operators_in(self.network) for copy in o.packed_copies("lowered"))
-
     # -- subnets ---------------------------------------------------------------------------------
 
     def subnet(self, spec: SubnetSpec) -> nn.Module:
@@ -332,8 +328,8 @@ class Supernet(ReadThrough):
         its forward reads them, and state the sizes of the subnet as those of `extract` do. Values that are
         written into a parameter of a view without a trace (`parameter.data = other`) reach other subnets.
 
-        `torch.compile(view)` reads packed copies as they are and does not let them follow:
-        after changes in place call `refresh` and compile the new view, or use `torch.compile(supernet)`.
+        `torch.compile(view)` reads packed copies as they are and does not let them follow: after changes in
+        place call `refresh` and compile the new view, or use `torch.compile(supernet)`.
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
@@ -550,15 +546,6 @@ class Supernet(ReadThrough):
         `network` was read, and by whatever takes long.
         """
         self._generation.move(in_place=True)
-
-    def packed_bytes(self) -> int:
-        """Return the bytes of all packed copies: slices that are no views of the weights.
-
-        There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
-        lower precisions.
-        """
-        copies = (copy for operator in operators_in(self.network) for copy in operator.packed_copies())
-        return sum(copy.nbytes for copy in copies) - self.lowered_bytes()
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.

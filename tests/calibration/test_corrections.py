@@ -22,6 +22,7 @@ from subnetact.export import to_torchscript
 from subnetact.operators.correction import Correction
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import NormRow, NormTable, Supernet
+from subnetact.supernet.bind import packed_bytes
 
 RANK = 8
 
@@ -124,7 +125,7 @@ def test_other_inputs_come_closer_to_the_largest_subnet_by_a_few_numbers_of_laye
         assert float((run(supernet, x, subnet=spec) - whole).square().mean()) < 0.95 * former
         row, view = supernet.norms.rows[spec], supernet.subnet(spec)
         own = [p for n, p in view.named_parameters() if "correction_" not in n]
-        packed = supernet.packed_bytes()
+        packed = packed_bytes(supernet.network)
         assert sum(p.nbytes for p in own if p.untyped_storage().data_ptr() not in shared) <= packed
         assert row.nbytes == sum(t.nbytes for one in row.corrections().values() for t in one)
         assert row.corrected

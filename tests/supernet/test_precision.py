@@ -31,6 +31,7 @@ from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_ta
 from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import mix_in_
+from subnetact.supernet.bind import packed_bytes
 from subnetact.supernet.statistics import is_calibrated
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
@@ -129,17 +130,17 @@ def test_a_slice_computes_with_its_own_quantisation() -> None:
 
 def test_all_subnets_read_one_int8_copy_in_place(digits: Supernet) -> None:
     space = digits.space
-    assert digits.lowered_bytes() == 0, "the copy is made on request"
+    assert packed_bytes(digits.network, "lowered") == 0, "the copy is made on request"
     seen = set()
     for spec in (space.smallest(), space.at_precision(space.largest(), "int8")):
         conv = digits.subnet(spec).get_submodule("stages.1.0.conv3")
         assert conv.weight.dtype == torch.int8
         seen.add(tuple(map(storage_id, conv.lowered)))
     assert len(seen) == 1
-    lowered = digits.lowered_bytes()
+    lowered = packed_bytes(digits.network, "lowered")
     full = sum(m.weight.numel() + 4 * len(m.weight) for n, m in low_modules(digits))
     assert lowered == full
-    assert digits.packed_bytes() == 0
+    assert packed_bytes(digits.network) == lowered
     low = dict(low_modules(digits))
     assert {"stages.0.0.conv1", "stages.0.0.conv2", "stages.2.0.downsample.conv"} <= set(low)
     assert not {"stem", "classifier", "bn"} & set(low), "the first and the last layers stay at float32"
@@ -300,7 +301,7 @@ def test_engines_serve_both_precisions_and_bundles_keep_them(tmp_path, last: boo
     before = engine(x, 1)
     assert engine.pin(0)
     assert engine.pin(1)
-    assert engine.stats().lowered_bytes == digits.lowered_bytes() > 0
+    assert engine.stats().lowered_bytes == packed_bytes(digits.network, "lowered") > 0
     engine.save(tmp_path / "bundle")
     loaded = subnetact.Engine.load(tmp_path / "bundle")
     assert loaded.specs == engine.specs
