@@ -21,6 +21,7 @@ import subnetact
 from subnetact.engine.engine import Engine
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.check import check_once
 from subnetact.supernet.statistics import norm_operators, statistics_of
 from subnetact.supernet.supernet import Supernet
 
@@ -85,7 +86,7 @@ def _made(name: str) -> tuple[nn.Module, Supernet]:
     supernet = subnetact.insert_(kind.original(), example=kind.inputs, axes=kind.axes)
     if norm_operators(supernet.network):
         subnetact.calibrate(supernet, supernet.space.sample(0, 3), [kind.inputs], progress=False)
-    supernet.check_once(kind.inputs)
+    check_once(supernet, kind.inputs)
     return kind.original(), supernet
 
 

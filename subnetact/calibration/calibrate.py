@@ -24,6 +24,7 @@ from subnetact.files.journal import Journal
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, hash_of, map_tensors, tensors_of
+from subnetact.supernet.check import check_once
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.statistics import adopt_statistics_, norm_operators
@@ -328,7 +329,7 @@ def _pass(
                     run.explain(x)
                 raise
             if unchecked is not None:
-                unchecked.check_once(x)
+                check_once(unchecked, x)
                 unchecked = None
     kept.check_length()
 

@@ -36,6 +36,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input
 from subnetact.supernet.bind import packed_bytes
+from subnetact.supernet.check import check_once
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.statistics import is_calibrated, norm_operators, require_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -231,7 +232,7 @@ class Engine(ReadySubnets):
             with nullcontext() if check else suppress(EngineError):
                 rows += unstack(output, 1, 1)
             if check:
-                self.supernet.check_once(batch)
+                check_once(self.supernet, batch)
         self._shapes.find_lengths(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -31,6 +31,7 @@ from subnetact.profile.modes import BESIDE, ScriptedProgram, TimedRunner, engine
 from subnetact.profile.stability import is_stable, quantile_name, statistics_of
 from subnetact.profile.window import CLOCKS, Window, measure
 from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.check import check_once
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
@@ -369,7 +370,7 @@ def profile_latency(
     if type(shape) is not int or not -len(samples) <= shape < len(samples):
         raise TableError(f"shape: {shape!r} is no position among the {len(samples)} examples of the engine")
     if check and isinstance(engine, Engine):
-        engine.supernet.check_once(batch_like(samples[shape], 1, engine.device))
+        check_once(engine.supernet, batch_like(samples[shape], 1, engine.device))
     measured, mode = engine_in_mode(engine, mode)
     beside = (beside,) if isinstance(beside, str) else tuple(beside)
     if beside and not (set(beside) <= set(BESIDE) and isinstance(engine, Engine)):

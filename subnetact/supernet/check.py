@@ -16,7 +16,7 @@ from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import describe_input, tensors_of
+from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import explained
 from subnetact.supernet.forward_state import watched_buffers
@@ -160,6 +160,20 @@ def check(
             not_compared[spec] = _INCOMPARABLE[finding.kind].format(why=finding.why)
     compared = tuple(spec for spec in narrow if spec not in not_compared)
     return CheckReport((full, *narrow), compared, not_compared), written()
+
+
+def check_once(supernet: Any, x: Any) -> None:
+    """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
+
+    `Engine`, `calibrate` and `profile_latency` call this function unless `check=False`. Nobody has to wait
+    for it; if weights are loaded meanwhile, the former ones were checked.
+    """
+    x = map_tensors(lambda t: t[:1], x)
+    shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
+    number = supernet.generation.number
+    if (shapes, number) not in supernet._checked:
+        supernet.check(x, thorough=False)
+        supernet._checked.add((shapes, number))
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:

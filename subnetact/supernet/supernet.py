@@ -28,7 +28,6 @@ from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
-from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.card import Card
 from subnetact.supernet.check import CheckReport, check, check_precisions
@@ -522,19 +521,6 @@ class Supernet(ReadThrough):
                 self.space, precisions, x, lambda spec: bound_view(self, spec, self.norms.get(spec))
             )
         return report
-
-    def check_once(self, x: Any) -> None:
-        """Check the corners on the first input of `x`, unless its shapes have passed since `refresh`.
-
-        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Nobody has to wait
-        for it; if weights are loaded meanwhile, the former ones were checked.
-        """
-        x = map_tensors(lambda t: t[:1], x)
-        shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
-        number = self.generation.number
-        if (shapes, number) not in self._checked:
-            self.check(x, thorough=False)
-            self._checked.add((shapes, number))
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.

@@ -21,6 +21,7 @@ from subnetact import Engine, insert_
 from subnetact.errors import CheckpointError, StaleWeights
 from subnetact.operators import WeightSlice
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.check import check_once
 from subnetact.supernet.statistics import statistics_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.views import private_view
@@ -263,10 +264,10 @@ def run_beside(act: Callable[[], Any], network: Blocking, other: Callable[[], An
     assert errors == []
 
 
-@pytest.mark.parametrize("name", ["check", "check_once"])
-def test_others_go_on_during_a_check_which_holds_for_the_weights_that_it_began_with(name: str) -> None:
+@pytest.mark.parametrize("check", [Supernet.check, check_once])
+def test_others_go_on_during_a_check_which_holds_for_the_weights_that_it_began_with(check: Any) -> None:
     supernet, network = blocking()
-    run_beside(lambda: getattr(supernet, name)(IMAGES), network, lambda: others(supernet))
+    run_beside(lambda: check(supernet, IMAGES), network, lambda: others(supernet))
 
 
 def test_other_calls_run_views_while_a_program_is_made() -> None:
