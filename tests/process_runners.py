@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
+from subnetact.supernet.load import held_tensors
 
 __all__ = ["TABLE", "CommandRunner", "TellingRunner", "command", "crash", "shared_memory_of"]
 
@@ -122,7 +123,7 @@ class TellingRunner:
         outputs = self.engine.run(subnet, inputs, batch_size)
         lines = Path("/proc/self/maps").read_text().splitlines()
         spans = [line.split()[0].split("-") for line in lines if "memfd:subnetact" in line]
-        addresses = [tensor.data_ptr() for tensor in self.engine.supernet.tensors()]
+        addresses = [tensor.data_ptr() for tensor in held_tensors(self.engine.supernet)]
         inside = sum(any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in addresses)
         state = self.engine.is_fused(subnet), subnet in self.engine.pinned
         return [(output, np.array([inside, len(addresses), *state])) for output in outputs]

@@ -131,6 +131,22 @@ def exchange_storage_(
     return [(tensor, former) for tensor, former, _ in moved]
 
 
+def held_tensors(supernet: Any) -> list[Tensor]:
+    """Return all parameters, buffers and statistics rows of a supernet."""
+    rows = (row.flat for row in supernet.norms.rows.values())
+    return [*supernet.parameters(), *supernet.buffers(), *rows]
+
+
+def move_storage_(supernet: Any, storages: Mapping[int, UntypedStorage]) -> None:
+    """Move weights and statistics to other storages, by the `storage_id` of the former ones."""
+    with supernet._generation.lock:
+        try:
+            supernet.generation.begin_exchange()
+            exchange_storage_(held_tensors(supernet), storages)
+        finally:
+            supernet._generation.move(same=True)
+
+
 def is_movable(tensor: Tensor) -> bool:
     """Tell whether a tensor can be given other storage."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:

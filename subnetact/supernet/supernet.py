@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from subnetact.errors import InsertError, SpecError, ViewError
@@ -34,7 +34,7 @@ from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.compiled_call import compiled_call
 from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.load import after_outer_load, before_outer_load, exchange_storage_, load_
+from subnetact.supernet.load import after_outer_load, before_outer_load, held_tensors, load_
 from subnetact.supernet.norm_table import NormTable, required_table
 from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
@@ -705,19 +705,6 @@ class Supernet(ReadThrough):
         """
         return load_(self, state_dict, strict, assign, norms)
 
-    def tensors(self) -> list[Tensor]:
-        """Return all parameters, buffers and statistics rows."""
-        return [*self.parameters(), *self.buffers(), *(row.flat for row in self.norms.rows.values())]
-
-    def exchange_storage(self, storages: Mapping[int, UntypedStorage]) -> None:
-        """Move weights and statistics to other `storages`, by the `storage_id` of the former ones."""
-        with self._generation.lock:
-            try:
-                self.generation.begin_exchange()
-                exchange_storage_(self.tensors(), storages)
-            finally:
-                self._generation.move(same=True)
-
     def train(self, mode: bool = True) -> Supernet:
         """Put the network into training mode, or out of it; `mode` is as in torch."""
         self._generation.look()
@@ -727,13 +714,13 @@ class Supernet(ReadThrough):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._generation.lock:
             original = self.generation.is_original
-            before = [storage_id(tensor) for tensor in self.tensors()]
+            before = [storage_id(tensor) for tensor in held_tensors(self)]
             self._generation.begin_exchange()
             try:
                 self.network._apply(fn, recurse)
                 self._actuation.norms.apply(fn)
             finally:
-                self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
+                self._generation.move(same=before == [storage_id(tensor) for tensor in held_tensors(self)])
                 if original:
                     self._generation.note_original()
         return self

@@ -24,7 +24,7 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
 from subnetact.files.fork import new_lock
 from subnetact.operators.tensor_version import changes_of, storage_id
-from subnetact.supernet.load import is_movable
+from subnetact.supernet.load import held_tensors, is_movable, move_storage_
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
@@ -114,7 +114,7 @@ class EngineSnapshot:
                 continue
             if isinstance(part, Engine):
                 changed.append((number, part.config))
-            elif former[0] == now[0] and all(map(_segment_of, part.tensors())):
+            elif former[0] == now[0] and all(map(_segment_of, held_tensors(part))):
                 changed.append((number, None))
             else:
                 changed.append((number, part.__getstate__()))
@@ -224,13 +224,13 @@ def _share(supernet: Supernet) -> None:
     """Move weights and statistics that are in no segment to a new one."""
     outside = {
         storage_id(tensor): tensor.untyped_storage()
-        for tensor in supernet.tensors()
+        for tensor in held_tensors(supernet)
         if tensor.device.type == "cpu" and tensor.numel() and is_movable(tensor) and not _segment_of(tensor)
     }
     if outside:
         with supernet.generation.unchanged():
             copies = _copied(outside)
-        supernet.exchange_storage(copies)
+        move_storage_(supernet, copies)
 
 
 def _copied(storages: Mapping[int, UntypedStorage]) -> dict[int, UntypedStorage]:

@@ -20,8 +20,9 @@ import subnetact
 from subnetact import Engine, insert_
 from subnetact.errors import CheckpointError, StaleWeights
 from subnetact.operators import WeightSlice
-from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.check import check_once
+from subnetact.supernet.load import move_storage_
+from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.statistics import statistics_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.views import private_view
@@ -281,17 +282,17 @@ def test_other_calls_run_views_while_a_program_is_made() -> None:
     assert engine.is_fused(1)
 
 
-@pytest.mark.parametrize("door", ["load_state_dict", "exchange_storage"])
+@pytest.mark.parametrize("door", ["load_state_dict", "move_storage_"])
 def test_a_load_that_finds_no_room(supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is then loaded in place, as the documentation advises, reaches every copy."""
     spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
     supernet(X, subnet=spec)
-    name = "load.renew_storage_" if door == "load_state_dict" else "supernet.exchange_storage_"
+    name = "renew_storage_" if door == "load_state_dict" else "exchange_storage_"
     with monkeypatch.context() as patch:
-        patch.setattr(f"subnetact.supernet.{name}", lambda *_: 1 / 0)
+        patch.setattr(f"subnetact.supernet.load.{name}", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             supernet.load_state_dict(checkpoints(supernet)[0]) if door == "load_state_dict" else (
-                supernet.exchange_storage({})
+                move_storage_(supernet, {})
             )
     before = supernet.generation.moment()
     supernet.network.load_state_dict(checkpoints(supernet)[0])

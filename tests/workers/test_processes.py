@@ -35,6 +35,7 @@ from subnetact.errors import (
     WorkerHung,
 )
 from subnetact.serving import Answer, Fixed
+from subnetact.supernet.load import held_tensors
 from subnetact.supernet.statistics import adopt_statistics_
 from subnetact.workers import engine_snapshot
 from subnetact.workers.engine_snapshot import EngineSnapshot, unpack
@@ -353,7 +354,7 @@ def test_processes_share_the_weights_and_follow_pin_and_unpin(digits: Supernet) 
     try:
         for runner in pool.runners:
             [[_, (shared, total, _, _)]] = runner.run(0, [EXAMPLE], 1)
-            assert shared == total == len(digits.tensors())
+            assert shared == total == len(held_tensors(digits))
         first, second = map(shared_bytes, workers_of(os.getpid()))
         here = shared_bytes(os.getpid())
         both = first.keys() & second.keys() & here.keys()
