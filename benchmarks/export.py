@@ -38,7 +38,7 @@ from subnetact import Axis, LayerSelect, SubnetSpace
 from subnetact.export import to_torchscript
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 MIB = 2**20
@@ -67,7 +67,7 @@ def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
     """Return distinct subnets, each with random statistics of its own if the family has BatchNorm."""
     specs = supernet.space.sample(0, count)
     generator = torch.Generator().manual_seed(0)
-    for spec in specs if norm_operators(supernet.network) else ():
+    for spec in specs if batch_norms(supernet.network) else ():
         own = {}
         for path, (shared, _) in statistics_of(supernet, spec).items():
             mean, var = torch.randn(2, len(shared), generator=generator)

@@ -31,7 +31,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact.operators.kernel_table import why_not
 from subnetact.supernet.bind import packed_bytes
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
@@ -49,7 +49,7 @@ def supernet_of(family: str) -> Supernet:
         elif weight.dim() == 2 and "embed" not in name and family == "dynabert":
             nn.init.normal_(weight, std=0.04)
     supernet.refresh()
-    if norm_operators(supernet.network):  # Statistics of its own, so that activations have the usual sizes.
+    if batch_norms(supernet.network):  # Statistics of its own, so that activations have the usual sizes.
         batches = list(torch.randn(2, 4, 3, PIXELS, PIXELS))
         subnetact.calibrate(supernet, [supernet.space.largest()], batches, progress=False, check=False)
     return supernet.eval()

@@ -23,7 +23,7 @@ from subnetact.digits import (
     undistorted_digits,
 )
 from subnetact.nas.evaluation import evaluate
-from subnetact.supernet import norm_operators, statistics_of
+from subnetact.supernet import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.training import sandwich_step
 
@@ -52,7 +52,7 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
     largest = supernet.space.largest()
     calibrated = copy.deepcopy(supernet)
     calibrate(calibrated, [largest], batches, progress=False)
-    statistics, norms = statistics_of(calibrated, largest), norm_operators(supernet.network)
+    statistics, norms = statistics_of(calibrated, largest), batch_norms(supernet.network)
     for name, (mean, var) in statistics.items():
         norms[name].get_buffer("running_mean").copy_(mean)
         norms[name].get_buffer("running_var").copy_(var)

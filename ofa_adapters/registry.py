@@ -25,7 +25,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.card import Card
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 _MODULES = (
@@ -149,7 +149,7 @@ def load(
         supernet.packs = False
     named = found.named(constructor).items()
     supernet.card = Card({name: supernet.space.parse(config) for name, config in named})
-    for norm in norm_operators(supernet.network).values():
+    for norm in batch_norms(supernet.network).values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
         rows = {spec: NormRow.of(statistics_of(supernet, spec)) for spec in supernet.space.enumerate()}
@@ -185,7 +185,7 @@ def upstream_state_dict(supernet: Supernet) -> dict[str, Tensor]:
         )
     found = family_of(origin["name"])
     state: dict[str, Tensor] = dict(supernet.state_dict())
-    norms = norm_operators(supernet.network)
+    norms = batch_norms(supernet.network)
     for spec in supernet.space.enumerate() if found.listed_statistics else ():
         row, sizes = supernet.norms.get(spec), supernet.space.resolve(spec)
         for path, pair in row.pairs().items() if row is not None else ():

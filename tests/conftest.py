@@ -24,7 +24,7 @@ from subnetact import device
 from subnetact.operators import kernel_table
 from subnetact.operators.kernel_table import kernel_for
 from subnetact.supernet.check import check_once
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def checked_digits() -> tuple[Supernet, torch.Tensor]:
 
     torch.manual_seed(0)
     supernet = new_digits_supernet().eval()
-    for norm in norm_operators(supernet.network).values():
+    for norm in batch_norms(supernet.network).values():
         norm.get_buffer("running_mean").normal_(0, 0.2)
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
         norm.get_parameter("weight").data.uniform_(0.5, 1.5)

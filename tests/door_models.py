@@ -22,7 +22,7 @@ from subnetact.engine.engine import Engine
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.check import check_once
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["KINDS", "Door", "body", "compute", "equal"]
@@ -84,7 +84,7 @@ KINDS = {
 def _made(name: str) -> tuple[nn.Module, Supernet]:
     kind = KINDS[name]
     supernet = subnetact.insert_(kind.original(), example=kind.inputs, axes=kind.axes)
-    if norm_operators(supernet.network):
+    if batch_norms(supernet.network):
         subnetact.calibrate(supernet, supernet.space.sample(0, 3), [kind.inputs], progress=False)
     check_once(supernet, kind.inputs)
     return kind.original(), supernet

@@ -27,7 +27,7 @@ from subnetact.supernet.batches import as_batch, as_pair, describe_input, hash_o
 from subnetact.supernet.check import check_once
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.statistics import adopt_statistics_, norm_operators
+from subnetact.supernet.statistics import adopt_statistics_, batch_norms
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 PROGRESS = "progress"
@@ -161,9 +161,9 @@ def calibrate(
         raise SpecError(f"corrections: {corrections!r} is no rank, a whole number of at least 0")
     if corrections and resume is not None:
         raise SpecError("resume: the one pass of corrections cannot be resumed; leave out resume")
-    if corrections and norm_operators(supernet.network):
+    if corrections and batch_norms(supernet.network):
         raise SpecError("corrections: they are for networks without BatchNorm, and this one has some")
-    if not wanted or not (norm_operators(supernet.network) or corrections):
+    if not wanted or not (batch_norms(supernet.network) or corrections):
         return CalibrationReport(len(wanted))
     largest, inputs = space.largest(), partial(_inputs, supernet=supernet, labels=labels)
     with supernet.generation.lock:
@@ -241,7 +241,7 @@ class Progress:
         if path is None:
             return
         keys = checksum({"subnets": sorted(spec.key for spec in specs)})[:16]
-        norms = norm_operators(supernet.network).values()
+        norms = batch_norms(supernet.network).values()
         environment = {
             "weights": supernet.fingerprint(),
             "subnets": f"{len(specs)} of {supernet.space.id}, {keys}",

@@ -15,7 +15,7 @@ from subnetact.files.documents import StrPath
 from subnetact.latency.table import LatencyTable
 from subnetact.space import SubnetSpace
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet
 
 
@@ -55,7 +55,7 @@ def load_bundle(
         stored = EngineConfig.from_json({**facts, "subnets": specs, ACCURACY: percent}, space)
         config = replace(stored, **options)
         bare = [spec for spec in config.served if spec not in norms]
-        if bare and not config.allow_uncalibrated and norm_operators(supernet.network):
+        if bare and not config.allow_uncalibrated and batch_norms(supernet.network):
             raise NotCalibrated(
                 f"{directory}/{INDEX}: the bundle has no BatchNorm statistics of {bare[0]}; "
                 "allow_uncalibrated=True uses the shared ones"

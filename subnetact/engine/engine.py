@@ -38,7 +38,7 @@ from subnetact.supernet.batches import as_batch, call_with, describe_input
 from subnetact.supernet.bind import packed_bytes
 from subnetact.supernet.check import check_once
 from subnetact.supernet.generation import Moment
-from subnetact.supernet.statistics import is_calibrated, norm_operators, require_calibrated
+from subnetact.supernet.statistics import batch_norms, is_calibrated, require_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 
@@ -730,5 +730,5 @@ class Engine(ReadySubnets):
         while True:  # Another thread may drop the row meanwhile.
             require_calibrated(self.supernet, [spec])
             bound = Bound.of(self.supernet, spec)
-            if bound.statistics_row is not None or not norm_operators(self.supernet.network):
+            if bound.statistics_row is not None or not batch_norms(self.supernet.network):
                 return bound

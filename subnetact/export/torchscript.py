@@ -35,7 +35,7 @@ from subnetact.profile.sweep import BATCH_SIZES, profile_latency
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import failure
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 UNSUPPORTED_PYTHON = (3, 14)
@@ -150,7 +150,7 @@ def to_torchscript(
     x = map_tensors(lambda part: part[None].to(engine.device), engine.sample)
     inputs = _inputs(supernet.network, x)
     rows, means, variances = _rows(supernet, specs)
-    norms, sizes = tuple(norm_operators(supernet.network)), len(supernet.space.dimensions)
+    norms, sizes = tuple(batch_norms(supernet.network)), len(supernet.space.dimensions)
     description = {"rows": rows, "keys": keys, "inputs": axes.described(inputs), "limits": axes.limits}
     description["accuracy"] = [math.nan if percent is None else percent for percent in accuracy]
     description["facts"] = _texts(facts)
@@ -191,7 +191,7 @@ def _inputs(network: nn.Module, example: Any) -> dict[str, Tensor]:
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]], Tensor, Tensor]:
     """Return the integers of every subnet, and the flat means and variances of all of them."""
-    norms = tuple(norm_operators(supernet.network))
+    norms = tuple(batch_norms(supernet.network))
     rows, means, variances, start = [], list[Tensor](), list[Tensor](), 0
     for spec in specs:
         starts = dict.fromkeys(norms, 0)

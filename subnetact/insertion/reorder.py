@@ -22,7 +22,7 @@ from subnetact.supernet.batches import as_batch, as_pair, call_with, logits
 from subnetact.supernet.bind import bind
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
 
@@ -286,7 +286,7 @@ def _statistics(
 ) -> NormTable:
     """Return the statistics rows of the subnets that keep all units, permuted."""
     channels: dict[str, Tensor] = {}
-    for path, norm in norm_operators(supernet.network).items():
+    for path, norm in batch_norms(supernet.network).items():
         order = orders.get((path, "running_mean", 0))
         if order is not None:
             kept = norm.gather(row, torch.arange(len(order)))

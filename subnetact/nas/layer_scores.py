@@ -33,7 +33,7 @@ from subnetact.supernet.batches import call_with, hash_of
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.failure import explained
 from subnetact.supernet.generation import Moment
-from subnetact.supernet.statistics import is_calibrated, norm_operators
+from subnetact.supernet.statistics import batch_norms, is_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.views import private_view
 from subnetact.training.task import TASKS, Lesson, Task
@@ -372,7 +372,7 @@ def score_layers(
             for line in journal.of("score")
         }
     try:
-        if norm_operators(supernet.network) and len(measured) < len(split) * len(variants):
+        if batch_norms(supernet.network) and len(measured) < len(split) * len(variants):
             calibrate(supernet, fresh, [x for x, _ in split], progress=progress)
         total = len(split) * len(variants)
         with tqdm(total=total, desc="scoring layers", disable=not progress or None) as bar, torch.no_grad():

@@ -127,7 +127,7 @@ class SubnetNorm(Operator):
             raise SpecError(
                 f"{self.path}: its statistics are not finite at float16: what is above 65504 overflows; "
                 "use bfloat16, or keep BatchNorms at float32: "
-                "`for norm in subnetact.supernet.norm_operators(supernet.network).values(): norm.float()`"
+                "`for norm in subnetact.supernet.batch_norms(supernet.network).values(): norm.float()`"
             )
         return mean, var
 

@@ -36,7 +36,7 @@ from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment, weights_of
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.statistics import is_calibrated, norm_operators
+from subnetact.supernet.statistics import batch_norms, is_calibrated
 from subnetact.supernet.supernet import Supernet
 
 
@@ -206,7 +206,7 @@ def _quick_medians(
 
 def _calibrate(job: ProfileJob, supernet: Supernet, specs: list[SubnetSpec], batches: Iterable[Any]) -> str:
     """Calibrate subnets if the job says so; return the origin of their statistics."""
-    if not norm_operators(supernet.network):
+    if not batch_norms(supernet.network):
         return "nothing to calibrate"
     if not job.calibrate_on:
         uncalibrated = sum(not is_calibrated(supernet, spec) for spec in specs)

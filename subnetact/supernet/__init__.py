@@ -23,15 +23,7 @@ Which file answers which question:
 
 from subnetact.supernet.check import CheckReport
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = [
-    "CheckReport",
-    "InsertReport",
-    "NormRow",
-    "NormTable",
-    "Supernet",
-    "norm_operators",
-    "statistics_of",
-]
+__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet", "batch_norms", "statistics_of"]

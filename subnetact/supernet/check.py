@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,13 +19,14 @@ from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import explained
-from subnetact.supernet.forward_state import watched_buffers
+from subnetact.supernet.forward_state import note_state_, watched_buffers
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.precision import layer_errors
 from subnetact.supernet.proof import in_double, prove
 from subnetact.supernet.sensitivity import NOT_SHOWN, other_inputs, showing, visible
 from subnetact.supernet.subnet_cover import subnet_cover
 from subnetact.supernet.unused_weights import disturbed_copy, private_copy, settle_norms_, shared_view
+from subnetact.supernet.views import bound_view
 
 _FAULTS = {
     "fails": "{spec} does not run on {x}: {why}; the largest subnet does run: {advice}",
@@ -77,17 +78,41 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
     return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
 
 
+def check(supernet: Any, x: Any, compare: bool, thorough: bool) -> CheckReport:
+    """Check a supernet, as `Supernet.check` says, and note what is found out about its forward."""
+    supernet._generation.look()
+    while True:
+        with supernet._generation.lock:
+            number = supernet.generation.number
+            network = private_copy(supernet._present(), Tensor.detach, Tensor.detach)  # on the same storage
+        try:
+            report, written = check_slices(network, supernet.space, x, compare, thorough)
+            break
+        except (InsertError, SpecError):
+            if number == supernet.generation.number:
+                raise  # Otherwise weights were exchanged in place meanwhile.
+    note_state_(supernet, written)
+    if supernet.proved is not None:
+        supernet.proved.forms.add(supernet.proved.form(x))
+    if supernet.precision is not None:
+        check_precisions(supernet, x)
+    return report
+
+
 @torch.inference_mode()
-def check_precisions(
-    space: SubnetSpace, precisions: Sequence[str], x: Any, bind: Callable[[SubnetSpec], nn.Module]
-) -> None:
+def check_precisions(supernet: Any, x: Any) -> None:
     """Find layers that compute something else at lower precisions, at both ends of the space."""
+
+    def bind(spec: SubnetSpec) -> nn.Module:
+        return bound_view(supernet, spec, supernet.norms.get(spec))
+
+    space = supernet.space
     largest, smallest = (space.at_precision(s, FLOAT32) for s in (space.largest(), space.smallest()))
     x = visible(bind(largest), x)
     for spec in dict.fromkeys((smallest, largest)):
         exact = bind(spec)
         expected = outputs_of(exact, x)
-        for precision in precisions:
+        for precision in supernet.precision.precisions:
             low = space.at_precision(spec, precision)
             view = bind(low)
             kept = "at float32 it does; leave the module there with enable_precision(..., keep=[name])"
@@ -106,8 +131,8 @@ def check_precisions(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def check(
-    network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True, thorough: bool = True
+def check_slices(
+    network: nn.Module, space: SubnetSpace, x: Any, compare: bool, thorough: bool
 ) -> tuple[CheckReport, list[str]]:
     """Run subnets of a space, as `Supernet.check` says; only its corners if the check is not `thorough`.
 
@@ -171,9 +196,9 @@ def check_once(supernet: Any, x: Any) -> None:
     x = map_tensors(lambda t: t[:1], x)
     shapes = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x))
     number = supernet.generation.number
-    if (shapes, number) not in supernet._checked:
+    if supernet._checked.get(shapes) != number:
         supernet.check(x, thorough=False)
-        supernet._checked.add((shapes, number))
+        supernet._checked[shapes] = number
 
 
 def _equal_in_double(network: nn.Module, row: SizeRow, largest: SizeRow, x: Any) -> bool:

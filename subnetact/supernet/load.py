@@ -18,7 +18,7 @@ from subnetact.errors import CheckpointError, UncalibratedSubnetWarning
 from subnetact.operators.tensor_version import storage_id, tensor_place
 from subnetact.supernet.batches import hash_of
 from subnetact.supernet.norm_table import NormTable, required_table
-from subnetact.supernet.statistics import adopt_statistics_, norm_operators, statistics_of_largest
+from subnetact.supernet.statistics import adopt_statistics_, batch_norms, statistics_of_largest
 
 _PREFIXES = ("module.", "network.", "_orig_mod.")
 """The prefixes of DataParallel and DistributedDataParallel, of wrappers, and of `torch.compile`."""
@@ -191,7 +191,7 @@ def _weights_hash(supernet: Any) -> str:
     if not len(supernet.norms):
         return ""
     network = supernet.network
-    shared = {id(b) for norm in norm_operators(network).values() for b in norm._buffers.values()}
+    shared = {id(b) for norm in batch_norms(network).values() for b in norm._buffers.values()}
     state = network.state_dict(keep_vars=True).items()
     named = ((n, t) for n, t in state if isinstance(t, Tensor) and not (t.is_meta or id(t) in shared))
     weights = (t for name, t in named if not name.endswith("num_batches_tracked"))

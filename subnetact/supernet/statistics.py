@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,12 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]
-"""Name of a BatchNorm -> (mean, variance)."""
 
-
-def norm_operators(network: nn.Module) -> dict[str, SubnetNorm]:
+def batch_norms(network: nn.Module) -> dict[str, SubnetNorm]:
     """Return the operators of all BatchNorms of a network, by name.
 
     Example:
-        >>> for norm in norm_operators(supernet.network).values():
+        >>> for norm in batch_norms(supernet.network).values():
         ...     norm.float()
     """
     return {norm.path: norm for norm in network.modules() if isinstance(norm, SubnetNorm)}
@@ -33,14 +30,14 @@ def norm_operators(network: nn.Module) -> dict[str, SubnetNorm]:
 
 def came_trained(network: nn.Module) -> bool:
     """Tell whether the BatchNorms of a network came with statistics of its own."""
-    owns: Any = [norm._buffers for norm in norm_operators(network).values()]
+    owns: Any = [norm._buffers for norm in batch_norms(network).values()]
     pairs = ((own["running_mean"], own["running_var"]) for own in owns if "running_mean" in own)
     return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
 
 def is_calibrated(supernet: Any, spec: SubnetSpec) -> bool:
     """Tell whether a subnet has a statistics row of its own, or the network has no BatchNorm."""
-    return supernet.space.check(spec) in supernet._actuation.norms or not norm_operators(supernet._present())
+    return supernet.space.check(spec) in supernet._actuation.norms or not batch_norms(supernet._present())
 
 
 def require_calibrated(supernet: Any, specs: Sequence[SubnetSpec]) -> None:
@@ -73,7 +70,7 @@ def binding_of(
     return bind_norm, bound
 
 
-def statistics_of(supernet: Any, spec: SubnetSpec, shared: bool = False) -> Pairs:
+def statistics_of(supernet: Any, spec: SubnetSpec, shared: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the BatchNorm statistics that a subnet runs on: its own, or the `shared` ones.
 
     They are the tensors in use, not copies: name of a BatchNorm -> (mean, variance), of shape (channels,).

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.errors import InsertError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
@@ -30,9 +30,8 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.card import Card
-from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.check import CheckReport, check
 from subnetact.supernet.compiled_call import compiled_call
-from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.load import after_outer_load, before_outer_load, held_tensors, load_
 from subnetact.supernet.norm_table import NormTable, required_table
@@ -40,7 +39,6 @@ from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.stated_sizes import state_sizes_
 from subnetact.supernet.statistics import came_trained, follow_training_, statistics_of_largest
-from subnetact.supernet.unused_weights import snapshot
 from subnetact.supernet.views import Views, bound_view, private_view
 
 
@@ -177,14 +175,14 @@ class Supernet(ReadThrough):
         self._views = Views()
         self._generation = Generation(self, self._views, came_trained(network))
         self._warned = False
-        self._checked: set[tuple[str, int]] = set()
+        self._checked: dict[str, int] = {}  # shapes -> the generation for which they passed
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(after_outer_load)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
         original = self.generation.is_original
-        state = {**self.__dict__, "_views": None, "_original": original, "_checked": set()}
+        state = {**self.__dict__, "_views": None, "_original": original, "_checked": {}}
         del state["_generation"]
         return {**state, "_generation": self.generation.witness()}  # the last, when tensors were copied
 
@@ -201,8 +199,8 @@ class Supernet(ReadThrough):
         memo[id(self)] = copied
         with torch.inference_mode(False), self.generation.unchanged():
             copied.__setstate__(deepcopy(self.__getstate__(), memo))
-            passed = {shapes for shapes, number in self._checked if number == self._generation.number}
-        copied._checked = {(shapes, copied._generation.number) for shapes in passed}
+            passed = [shapes for shapes, at in list(self._checked.items()) if at == self._generation.number]
+        copied._checked = dict.fromkeys(passed, copied._generation.number)
         return copied
 
     def __copy__(self) -> Supernet:
@@ -502,25 +500,7 @@ class Supernet(ReadThrough):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        self._generation.look()
-        while True:
-            with self._generation.lock:
-                number, network = self.generation.number, snapshot(self._present())
-            try:
-                report, written = check(network, self.space, x, compare, thorough)
-                break
-            except (InsertError, SpecError):
-                if number == self.generation.number:
-                    raise  # Otherwise weights were exchanged in place meanwhile.
-        note_state_(self, written)
-        if self.proved is not None:
-            self.proved.forms.add(self.proved.form(x))
-        if self.precision is not None:
-            precisions = self.precision.precisions
-            check_precisions(
-                self.space, precisions, x, lambda spec: bound_view(self, spec, self.norms.get(spec))
-            )
-        return report
+        return check(self, x, compare, thorough)
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.

@@ -17,6 +17,7 @@ from subnetact.operators.outside_modes import outside_modes
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind, operators_in, private_buffers
+from subnetact.supernet.statistics import batch_norms
 
 SAMPLED = 2**16
 """So many of the numbers of a weight say how far they are spread."""
@@ -32,11 +33,6 @@ def private_copy(
         own = memo[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
         own.__dict__.update(tensor.__dict__)
     return _copy(network, memo)
-
-
-def snapshot(network: nn.Module) -> nn.Module:
-    """Return a copy of the modules of a network that stays on the storage that its tensors have now."""
-    return private_copy(network, Tensor.detach, Tensor.detach)
 
 
 def disturbed_copy(network: nn.Module) -> nn.Module:
@@ -70,7 +66,7 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 def settle_norms_(network: nn.Module, row: SizeRow, x: Any) -> None:
     """Give the BatchNorms of a subnet the statistics of what they see, so that no signal fades on its way."""
-    norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
+    norms = batch_norms(network)
     if not norms:
         return
 
@@ -201,7 +197,7 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
         for part, position in operator.dims.items():
             if operator.resized_in_reference(part):
                 mixed[position] = row[position]
-    norms = {m.path: m for m in network.modules() if isinstance(m, SubnetNorm)}
+    norms = batch_norms(network)
 
     def padded(norm: SubnetNorm) -> nn.Module:
         mean, var = norms[norm.path].shared_statistics(row)

@@ -27,7 +27,7 @@ from subnetact.supernet.load import warn_caller
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.saver import Saver
 from subnetact.supernet.stated_sizes import state_sizes_
-from subnetact.supernet.statistics import binding_of, norm_operators
+from subnetact.supernet.statistics import batch_norms, binding_of
 
 _NOTHING = (None, None, None)
 
@@ -47,9 +47,8 @@ def bound_view(
         require_whole(network := supernet._present())
         view = bind(network, sizes, bind_norm, fresh, None if fresh else supernet._views.frozen)
         supernet._actuation.leave_view(view)
-        if hooked and statistics is not None:
-            for path, correction in statistics.corrections().items():
-                correct_(view.get_submodule(path), correction)
+        for path, correction in statistics.corrections().items() if hooked and statistics is not None else ():
+            correct_(view.get_submodule(path), correction)
         own_state_(view, () if fresh else supernet.state)
         object.__setattr__(view, "is_whole", True)
         if hasattr(type(view), "save_pretrained") and spec.base != supernet._largest:
@@ -75,7 +74,7 @@ def private_view(supernet: Any, spec: SubnetSpec) -> tuple[nn.Module, NormRow | 
             with supernet._generation.own_weights():
                 statistics = supernet.norms.get(spec)
                 view = bound_view(supernet, spec, statistics)
-    if statistics is None and not supernet._warned and norm_operators(supernet._present()):
+    if statistics is None and not supernet._warned and batch_norms(supernet._present()):
         supernet._warned = True
         warn_caller(
             f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "

@@ -23,7 +23,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, tensors_of
 from subnetact.supernet.failure import summary
 from subnetact.supernet.load import warn_caller
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet, supernet_of
 from subnetact.training.processes import agreed
 
@@ -177,7 +177,7 @@ def sandwich_step(
 
 def _warn_of_batches_apart(supernet: Supernet) -> None:
     """Say once that BatchNorms of several processes normalise apart."""
-    apart = [n for n in norm_operators(supernet.network).values() if not isinstance(n, nn.SyncBatchNorm)]
+    apart = [n for n in batch_norms(supernet.network).values() if not isinstance(n, nn.SyncBatchNorm)]
     if apart and distributed.get_world_size() > 1 and supernet not in _warned:
         _warned.add(supernet)
         warn_caller(

@@ -22,7 +22,7 @@ from subnetact.errors import EngineError, NotCalibrated, SpecError, StaleWeights
 from subnetact.export import to_onnx, to_torchscript
 from subnetact.files.documents import checksum
 from subnetact.supernet import NormTable
-from subnetact.supernet.statistics import adopt_statistics_, is_calibrated, norm_operators, statistics_of
+from subnetact.supernet.statistics import adopt_statistics_, batch_norms, is_calibrated, statistics_of
 
 
 @pytest.mark.parametrize("adopt", [None, True])
@@ -315,7 +315,7 @@ def test_statistics_that_overflow_are_refused_where_they_are_read(use: str, tmp_
     supernet, spec = measured(500.0).half(), exact.space.smallest()
     with pytest.raises(SpecError, match=r"^1: its statistics are not finite at float16: .* norm\.float\(\)"):
         USES[use](supernet, spec, tmp_path)
-    for norm in norm_operators(supernet.network).values():  # as the message says
+    for norm in batch_norms(supernet.network).values():  # as the message says
         norm.float()
     USES[use](supernet, spec, tmp_path)
     expected = exact(NUMBERS, subnet=spec)

@@ -23,7 +23,7 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import SlicedConv
 from subnetact.errors import SpecError
 from subnetact.operators.operation_traits import operation_of
-from subnetact.supernet.statistics import adopt_statistics_, norm_operators
+from subnetact.supernet.statistics import adopt_statistics_, batch_norms
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.views import private_view
 
@@ -70,7 +70,7 @@ def test_families_run_in_every_mode(family: str) -> None:
     torch.manual_seed(0)
     supernet, x = small_supernet(family), small_inputs(family, 3)["x"]
     specs = supernet.space.sample(3, 3)
-    for norm in norm_operators(supernet.network).values():
+    for norm in batch_norms(supernet.network).values():
         norm.get_buffer("running_mean").normal_(0, 0.1)
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
     for budget in (0, 200):

@@ -48,7 +48,7 @@ from subnetact.export import to_torchscript
 from subnetact.export.scripted_subnets import ScriptedSubnets, decide_by
 from subnetact.serving.scheduling.floors import Floors
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.statistics import norm_operators, statistics_of
+from subnetact.supernet.statistics import batch_norms, statistics_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -115,7 +115,7 @@ def held_bytes(supernet: Supernet, specs: list[Any]) -> int:
 def test_scripted_equals_eager_bit_for_bit(name: str, family: Any, inputs_of: Any, tmp_path: Path) -> None:
     supernet, inputs = family(name), inputs_of(name)
     specs = supernet.space.sample(0, COUNTS[name])
-    if norm_operators(supernet.network):
+    if batch_norms(supernet.network):
         calibrated(supernet, specs)
     assert len(specs) >= min(COUNTS[name], supernet.space.size())
     assert tells_apart(supernet, specs, inputs)
@@ -340,7 +340,7 @@ def test_what_cannot_be_exported(digits: Supernet, tmp_path: Path, monkeypatch: 
     for refused_engine, options, error, words in refusals:
         with pytest.raises(error, match=words):
             to_torchscript(refused_engine, path, **options)
-    norm = next(iter(norm_operators(digits.network).values()))
+    norm = next(iter(batch_norms(digits.network).values()))
     norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
     with pytest.raises(ExportError, match=r"scalar type Float but found Double.*nothing was written"):
         to_torchscript(engine, path)

@@ -23,7 +23,7 @@ from subnetact.errors import InsertError, SpecError
 from subnetact.latency.table import LatencyTable
 from subnetact.operators import CALIBRATION_RULES, WeightSlice
 from subnetact.space import SubnetSpace
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -53,7 +53,7 @@ def test_what_is_known_of_a_family(family: str, small: Any) -> None:
     assert known.checkpoints
     assert known.licence in ("MIT", "Apache-2.0", "CC-BY-NC-4.0")
     assert known.calibration in CALIBRATION_RULES
-    assert {norm.rule for norm in norm_operators(small(family).network).values()} <= {known.calibration}
+    assert {norm.rule for norm in batch_norms(small(family).network).values()} <= {known.calibration}
     with pytest.raises(SpecError, match=rf"{family} has no constructor argument widht; it has "):
         load(family, None, widht=2)
 

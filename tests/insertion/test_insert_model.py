@@ -25,7 +25,7 @@ from subnetact.insertion.description import Description
 from subnetact.insertion.description_proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.supernet.module_outputs import outputs_of
-from subnetact.supernet.statistics import is_calibrated, norm_operators
+from subnetact.supernet.statistics import batch_norms, is_calibrated
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -94,7 +94,7 @@ def test_an_ordinary_model_becomes_a_supernet(name: str, count: int) -> None:
             copies = [p for p in view.parameters() if p.untyped_storage().data_ptr() not in storages]
             assert all(getattr(p, "packed", None) is not None for p in copies)
             assert not copies or name in PACKED
-    if norm_operators(supernet.network):
+    if batch_norms(supernet.network):
         assert is_calibrated(supernet, supernet.space.largest())
         assert not is_calibrated(supernet, supernet.space.smallest())
     smallest = supernet.extract(supernet.space.smallest())

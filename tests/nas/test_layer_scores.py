@@ -18,7 +18,7 @@ from subnetact.errors import ResumeMismatch, SearchError, SpecError, StaleWeight
 from subnetact.latency.table import LatencyTable
 from subnetact.nas import LayerScores, score_layers
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 from subnetact.supernet.supernet import Supernet
 
 TOKENS = torch.randint(3, 50, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -72,14 +72,14 @@ def test_a_score_is_the_divergence_of_a_whole_forward_pass(scored: LayerScores) 
     batch = dict(scored.example) if isinstance(scored.example, dict) else {"x": scored.example}
     given = (batch.pop("x"),) if "x" in batch else ()
     run: Any = lambda spec: supernet(*given, **batch, subnet=spec)  # noqa: E731
-    if norm_operators(supernet.network):
+    if batch_norms(supernet.network):
         calibrate(supernet, [largest], [scored.example], progress=False)
     whole = scores_of(run(largest))
     for (axis, at, value), loss in scored.losses.items():
         values = {name: list(own) for name, own in supernet.space.values(largest).items()}
         values[axis][at] = value
         spec = supernet.space.spec(**values)
-        if norm_operators(supernet.network):
+        if batch_norms(supernet.network):
             calibrate(supernet, [spec], [scored.example], progress=False)
         alone = scores_of(run(spec))
         expected = float(F.kl_div(alone, whole, log_target=True, reduction="none").sum(-1).mean())

@@ -16,7 +16,7 @@ from written_networks import Written, seeded
 
 from subnetact import Axis, SubnetSpace, Supernet, insert_
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
-from subnetact.supernet.statistics import norm_operators
+from subnetact.supernet.statistics import batch_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -111,9 +111,7 @@ def test_the_report_says_what_was_touched_and_what_was_not() -> None:
     convolutions = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4))
     elastic = {"0": WeightSlice.on(out="c"), "1": WeightSlice.on(in_="c")}
     supernet = insert_(convolutions, space_of(c=[2, 8]), elastic)
-    assert list(norm_operators(supernet.network)) == ["2"], (
-        "statistics of fixed BatchNorms are of a subnet, too"
-    )
+    assert list(batch_norms(supernet.network)) == ["2"], "statistics of fixed BatchNorms are of a subnet, too"
 
 
 def test_one_module_used_twice_stays_one_module() -> None:
