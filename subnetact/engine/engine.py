@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -24,21 +24,20 @@ from subnetact.engine.cuda_graphs import Graphs, graph_backend
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.fusion_plan import PinResult, Plan, PlannedProgram
 from subnetact.engine.input_shapes import InputShapes, Padding
-from subnetact.engine.inputs import Stager, check_batch, laid_out, samples_of, try_sample, unstack
+from subnetact.engine.inputs import check_batch, laid_out, samples_of
 from subnetact.engine.ready_subnet import Bound, ReadySubnet, ReadySubnets
 from subnetact.engine.runtime_program import RUNTIMES, require_runtime
 from subnetact.engine.stats import EngineStats, weight_bytes
-from subnetact.errors import EngineError, InvalidRequest, SpecError, SubnetActError
+from subnetact.errors import EngineError, InvalidRequest, NotCalibrated, SpecError, SubnetActError
 from subnetact.files.documents import StrPath
 from subnetact.files.fork import new_lock
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, describe_input
+from subnetact.supernet.batches import as_batch, call_with
 from subnetact.supernet.bind import packed_bytes
-from subnetact.supernet.check import check_once
 from subnetact.supernet.generation import Moment
-from subnetact.supernet.statistics import batch_norms, is_calibrated, require_calibrated
+from subnetact.supernet.statistics import is_calibrated, require_calibrated
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 
@@ -157,7 +156,7 @@ class Engine(ReadySubnets):
         )
         self._open(supernet, config, check)
         if check and padding is not None:
-            self._shapes.require_harmless(self.specs, self.device)
+            self._shapes.require_harmless(self.specs)
 
     @classmethod
     def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
@@ -198,11 +197,9 @@ class Engine(ReadySubnets):
         self.prepared: tuple[int, ...] = ()
         self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
-        self._fingerprint: tuple[Moment | None, str] = (None, "")
-        self._fingerprints: set[str] = set()  # of all weights that the supernet is known to have had
-        self._shapes = InputShapes(supernet, config.sample, config.padding)
-        self._shapes.lengths = config.lengths
-        self._stager = Stager(self.device)
+        self._fingerprints: dict[Moment | None, str] = {}  # of the weights that it is known to have had
+        self._shapes = InputShapes(supernet, self.device, config.sample, config.padding, config.lengths)
+        self._bind = partial(Bound.of, supernet, allow_uncalibrated=config.allow_uncalibrated)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing, self._rebinding = new_lock(RLock), new_lock()
         self._subnets: tuple[ReadySubnet, ...] = ()
@@ -211,29 +208,15 @@ class Engine(ReadySubnets):
         kind = Plan if name in (FUSED, VIEWS, *RUNTIMES) else CompiledPlan
         if name in tuple(RUNTIMES):
             require_runtime(name, self.device)
-        never = "" if self._budget else "the engine has no memory budget; give memory_budget_mb="
-        if self._budget and name == VIEWS:
-            never = "the engine was made with backend='views'"
+        never = "the engine was made with backend='views'" if name == VIEWS else ""
+        never = never if self._budget else "the engine has no memory budget; give memory_budget_mb="
         for_graphs = self._budget if never or kind.compiles else self._budget // 2
         self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
         programs = Budget(self._budget - (for_graphs if backend else 0))
-        samples = lambda: self._shapes.samples  # noqa: E731
-        self._plan = kind(supernet, programs, self._bound, samples, self._casts, never, name)
+        self._plan = kind(supernet, programs, self._bound, self._shapes, self._casts, never, name)
         if check is not None:
-            self._try_samples(check)
+            self._shapes.try_out(config.served, check)
         self.follow(config)
-
-    def _try_samples(self, check: bool) -> None:
-        space, specs, rows = self.supernet.space, self._config.served, list[Any]()
-        for sample in self._shapes.samples if specs else ():
-            batch = self._stager.stack([sample], 1)
-            smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
-            output = try_sample(self.supernet, smallest, batch, sample)
-            with nullcontext() if check else suppress(EngineError):
-                rows += unstack(output, 1, 1)
-            if check:
-                check_once(self.supernet, batch)
-        self._shapes.find_lengths(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
@@ -251,18 +234,13 @@ class Engine(ReadySubnets):
         """The names of the subnets in id order, as a bundle has them, or `subnet-0` and so on."""
         return self.supernet.card.names_of(self.specs)
 
-    def _calibrated_ids(self) -> tuple[int, ...]:
-        every = self._config.allow_uncalibrated
-        return tuple(i for i in self.ids if every or is_calibrated(self.supernet, self.specs[i]))
-
     @property
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
         moment = self.supernet.generation.moment()
-        if self._fingerprint[0] != moment:  # If weights change meanwhile, the next call has another moment.
-            self._fingerprint = moment, self.supernet.fingerprint()
-            self._fingerprints.add(self._fingerprint[1])
-        return self._fingerprint[1]
+        if moment not in self._fingerprints:  # If weights change meanwhile, the next call has another moment.
+            self._fingerprints[moment] = self.supernet.fingerprint()
+        return self._fingerprints[moment]
 
     @property
     def config(self) -> EngineConfig:
@@ -278,11 +256,6 @@ class Engine(ReadySubnets):
             sample=self._shapes.follow().given,
             lengths=self._shapes.lengths,
         )
-
-    @property
-    def sample(self) -> Any:
-        """The largest of `samples`: a tensor, a tuple or a dictionary of tensors, as requests are."""
-        return self.samples[-1]
 
     @property
     def samples(self) -> list[Any]:
@@ -346,12 +319,13 @@ class Engine(ReadySubnets):
         """
         with self._changing:
             first, removed = len(self._subnets), set(config.removed)
-            added = [ReadySubnet(i, spec, self._run) for i, spec in enumerate(config.specs[first:], first)]
+            added = [ReadySubnet(i, spec, self) for i, spec in enumerate(config.specs[first:], first)]
             subnets = (*self._subnets, *added)
             served = {subnet.id: subnet for subnet in subnets if subnet.id not in removed}
             every = config.allow_uncalibrated
-            for subnet in served.values():
-                if subnet.bound is None and (every or is_calibrated(self.supernet, subnet.spec)):
+            able = [s for s in served.values() if every or is_calibrated(self.supernet, s.spec)]
+            for subnet in able:
+                if subnet.bound is None:
                     subnet.bound = self._bind(subnet.spec)
             for subnet, percent in zip(subnets, config.accuracy or (None,) * len(subnets), strict=True):
                 subnet.accuracy = percent
@@ -365,14 +339,11 @@ class Engine(ReadySubnets):
                 self._plan.drop(subnet.id)
                 if self._graphs is not None:
                     self._graphs.drop(subnet.id)
-            self._change_plan(config.pinned)
+            self._plan.pinned = tuple(i for i in dict.fromkeys(config.pinned) if i in served)
+            self._plan.change(served)
+            self.changes += 1
             if self._plan.compiles and config.prepared != self.prepared:
-                self.prepare(config.prepared, self._calibrated_ids())
-
-    def _change_plan(self, pinned: Sequence[int]) -> None:
-        self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
-        self._plan.change(self._served)
-        self.changes += 1
+                self.prepare(config.prepared, [subnet.id for subnet in able])
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -391,12 +362,27 @@ class Engine(ReadySubnets):
                 dtype.
             RecompileRefused: the engine is compiled and was not prepared for the shape of x.
         """
-        ready = self.ready(subnet)
+        ready, batch, single = self.ready(subnet), x, isinstance(x, Tensor)
         try:
-            return self._run(ready, x)
+            bound = self._bound(ready)
+            planned: Any = self._plan.program(ready, bound)
+            call = planned or (bound.view if single else partial(call_with, bound.view))
+            with torch.inference_mode():
+                if not isinstance(planned, PlannedProgram) or not planned.program.plain:
+                    batch = laid_out(x) if single else as_batch(x)
+                graphs = None if self._casts() else self._graphs
+                output = call(batch) if graphs is None else graphs.run(ready.id, bound, call, batch)
+            if not self._shapes.samples:
+                with self._changing:
+                    if self._shapes.note(batch):
+                        self._plan.change(self._served)
+                        self.changes += 1
+                if self._plan.runs(ready.id):
+                    return self(batch, ready.id)
+            return output
         except Exception as error:
             raise_if_explained(error, SubnetActError)
-            check_batch(x, self._shapes.samples, error)
+            check_batch(x, self._shapes.follow().samples, error)
             raise
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
@@ -418,7 +404,7 @@ class Engine(ReadySubnets):
             EngineError: the network's output cannot be split into samples.
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
-        batch, size = self._staged(inputs, batch_size)
+        batch, size = self._shapes.batch(inputs, batch_size if self._plan.compiles else 0)
         return self._shapes.split(inputs, size, self(batch, subnet))
 
     def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
@@ -440,42 +426,20 @@ class Engine(ReadySubnets):
         Raises:
             InvalidRequest: there are no inputs.
         """
-        batch, size = self._staged(inputs, batch_size)
-        batch = laid_out(batch) if isinstance(batch, Tensor) else batch
-        split = partial(self._shapes.split, inputs, size)
-        return BlockRun(batch, self._blocks_of(self.ready(subnet), batch), split)
-
-    def _blocks_of(self, ready: ReadySubnet, batch: Any) -> Sequence[Block]:
-        bound = self._bound(ready)
-        if self._plan.compiles or not isinstance(batch, Tensor) or not self._shapes.samples:
-            return [partial(self._run, ready)]
-        blocks: Sequence[Block]
-        planned = self._plan.program(ready, bound)
-        if planned is None:
-            bound, blocks = self._blocks.of_view(ready.spec)
-        elif isinstance(planned.program, FusedProgram) and not planned.program.refused(batch):
-            blocks = self._blocks.of_program(planned.program)
-        else:
-            blocks = [planned]
-        graphs = self._graphs
-        if graphs is None or self._casts() or len(blocks) == 1:
-            return blocks
-        # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
-        return [partial(graphs.run, ready.id, bound, b, part=part) for part, b in enumerate(blocks, start=1)]
-
-    def _staged(self, inputs: Sequence[Any], batch_size: int) -> tuple[Any, int]:
-        given: Any = inputs
-        if not isinstance(given, Sequence) or not len(given):
-            raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(given)}")
-        try:
-            inputs = self._shapes.padded(inputs)
-            size = max(len(inputs), batch_size) if self._plan.compiles else len(inputs)
-            return self._stager.stack(inputs, size), size
-        except Exception as error:
-            raise_if_explained(error, SubnetActError)
-            for x in inputs:
-                self.check(x)
-            raise
+        batch, size = self._shapes.batch(inputs, batch_size if self._plan.compiles else 0)
+        ready, graphs = self.ready(subnet), None if self._casts() else self._graphs
+        bound, blocks = self._bound(ready), list[Block]([ready])
+        if isinstance(batch, Tensor) and self._shapes.samples and not self._plan.compiles:
+            batch, planned = laid_out(batch), self._plan.program(ready, bound)
+            if planned is None:
+                bound, blocks = self._blocks.of_view(ready.spec)
+            elif isinstance(planned.program, FusedProgram) and not planned.program.refused(batch):
+                blocks = self._blocks.of_program(planned.program)
+            if graphs is not None and len(blocks) > 1:
+                # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
+                numbered = enumerate(blocks, start=1)
+                blocks = [partial(graphs.run, ready.id, bound, block, part=part) for part, block in numbered]
+        return BlockRun(batch, blocks, partial(self._shapes.split, inputs, size))
 
     def check(self, x: Any, finite: bool = False) -> None:
         """Refuse an input whose structure, shapes or dtypes differ from those of the example.
@@ -487,7 +451,7 @@ class Engine(ReadySubnets):
         Raises:
             InvalidRequest: the message names what is wrong.
         """
-        self._shapes.follow().check(x, self.device, finite)
+        self._shapes.check(x, finite)
 
     def enter_worker(self, threads: int | None) -> None:
         """Set up the calling thread to run batches. A `Batcher` calls this method in each of its workers.
@@ -523,7 +487,7 @@ class Engine(ReadySubnets):
             if not self._plan.never:
                 self.sample  # noqa: B018 - it raises if there is none
             try:
-                self._change_plan((*before, chosen.id))
+                self.follow(replace(self.config, pinned=(*before, chosen.id)))
             finally:
                 if chosen.id not in self._plan:
                     self._plan.pinned = before
@@ -533,8 +497,8 @@ class Engine(ReadySubnets):
     def unpin(self, subnet: int) -> None:
         """Undo `pin`: the `subnet` has the place of its id in the plan again."""
         with self._changing:
-            chosen = self.ready(subnet).id
-            self._change_plan([i for i in self._plan.pinned if i != chosen])
+            chosen, config = self.ready(subnet).id, self.config
+            self.follow(replace(config, pinned=tuple(i for i in config.pinned if i != chosen)))
 
     @property
     def pinned(self) -> tuple[int, ...]:
@@ -587,13 +551,14 @@ class Engine(ReadySubnets):
             raise SpecError(f"ids: expected a list of ids, got {ids!r}")
         chosen = [self.ready(i) for i in wanted]
         with self._changing:
-            self._change_plan(self._plan.pinned)
+            self._plan.change(self._served)
+            self.changes += 1
         shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.samples[::-1]]
         for size, sample in shaped:
-            x = self._stager.stack([sample], size)
+            x = self._shapes.stager.stack([sample], size)
             for subnet in chosen:
                 self._plan.prepare(subnet, x)
-                self._run(subnet, x)
+                subnet(x)
         self._plan.sealed = True
         self.prepared = tuple(sorted(map(int, sizes)))
         self.changes += 1
@@ -610,11 +575,12 @@ class Engine(ReadySubnets):
         """
         end = time.monotonic() + limit_s
         for place, size in enumerate([] if self._plan.compiles else sorted(batch_sizes)):
-            x = self._stager.stack([self.sample], size)
-            for subnet in self._calibrated_ids():
+            x = self._shapes.stager.stack([self.sample], size)
+            for subnet in self.ids:
                 if place and time.monotonic() > end:
                     return
-                self._run(self.ready(subnet), x)
+                with suppress(NotCalibrated):
+                    self(x, subnet)
 
     def stats(self) -> EngineStats:
         """Return the bytes that are held, and which subnets are fused, at this moment."""
@@ -655,7 +621,7 @@ class Engine(ReadySubnets):
             ProfileMismatch: a table was measured on weights that this engine is not known to have had, or
                 that had another dtype; profile again, or take it out of `tables`. Nothing is then written.
         """
-        save_bundle(self.supernet, self.config, self.tables, directory, self._fingerprints)
+        save_bundle(self.supernet, self.config, self.tables, directory, self._fingerprints.values())
 
     @classmethod
     def load(
@@ -690,45 +656,5 @@ class Engine(ReadySubnets):
         engine = object.__new__(cls)
         engine._open(found, config, check)
         engine.tables.update(tables)
-        engine._fingerprints.add(fingerprint)
+        engine._fingerprints[None] = fingerprint
         return engine
-
-    # -- inner parts -----------------------------------------------------------------------------
-
-    def _run(self, subnet: ReadySubnet, x: Any) -> Any:
-        bound, single = self._bound(subnet), isinstance(x, Tensor)
-        planned: Any = self._plan.program(subnet, bound)
-        call = planned or (bound.view if single else partial(call_with, bound.view))
-        with torch.inference_mode():
-            if not isinstance(planned, PlannedProgram) or not planned.program.plain:
-                x = laid_out(x) if single else as_batch(x)
-            graphs = None if self._casts() else self._graphs
-            output = call(x) if graphs is None else graphs.run(subnet.id, bound, call, x)
-        if not self._shapes.samples:
-            with self._changing:
-                if self._shapes.note(x):
-                    self._change_plan(self._plan.pinned)
-            if self._plan.runs(subnet.id):
-                return self._run(subnet, x)
-        return output
-
-    def _bound(self, subnet: ReadySubnet) -> Bound:
-        bound = subnet.bound
-        if bound is None and self._served.get(subnet.id) is not subnet:
-            raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
-        if bound is None or not bound.current:
-            bound = self._bind(subnet.spec)
-            with self._rebinding:
-                if self._served.get(subnet.id) is subnet:
-                    subnet.bound = bound
-        return bound
-
-    def _bind(self, spec: SubnetSpec) -> Bound:
-        self._shapes.follow()
-        if self._config.allow_uncalibrated:
-            return Bound.of(self.supernet, spec)
-        while True:  # Another thread may drop the row meanwhile.
-            require_calibrated(self.supernet, [spec])
-            bound = Bound.of(self.supernet, spec)
-            if bound.statistics_row is not None or not batch_norms(self.supernet.network):
-                return bound

@@ -44,6 +44,7 @@ from subnetact.device import raise_if_explained, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.config import FUSED
 from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.input_shapes import InputShapes
 from subnetact.engine.inputs import batch_like, laid_out
 from subnetact.engine.packed_conv import can_pack, plain_conv
 from subnetact.engine.packed_linear import can_pack_linear, packing_pays
@@ -165,7 +166,7 @@ class Plan:
     _supernet: Supernet
     budget: Budget
     _bind: Callable[[ReadySubnet], Bound]
-    _samples: Callable[[], Sequence[Any]]
+    _shapes: InputShapes
     _casts: Callable[[], bool]
     never: str
     backend: str = FUSED
@@ -231,7 +232,7 @@ class Plan:
 
     def change(self, served: Mapping[int, ReadySubnet]) -> None:
         """Make the plan for the subnets that are served now; StaleWeights in a `functional_call`."""
-        if self.backend not in (FUSED, *RUNTIMES) or not self._samples():
+        if self.backend not in (FUSED, *RUNTIMES) or not self._shapes.samples:
             return
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
@@ -308,7 +309,7 @@ class Plan:
 
     def _reads_slices(self, subnet: ReadySubnet) -> bool:
         """Tell whether a subnet without packed weights has convolutions that may gain from reading slices."""
-        on_cpu = self._supernet.device.type == "cpu" and isinstance(self._samples()[-1], Tensor)
+        on_cpu = self._supernet.device.type == "cpu" and isinstance(self._shapes.follow().samples[-1], Tensor)
         if not on_cpu or subnet.spec.precision != FLOAT32 or (bound := subnet.bound) is None:
             return False
         if self._views.get(subnet.id) == bound.moment():
@@ -366,7 +367,7 @@ class Plan:
         if subnet.id in self._unpacked:
             ways = [partial(FusedProgram, packed=False)]
         elif self.backend != FUSED:
-            ways = [partial(RuntimeProgram, runtime=self.backend, samples=self._samples())]
+            ways = [partial(RuntimeProgram, runtime=self.backend, samples=self._shapes.follow().samples)]
         for way in ways:
             view, statistics_row = private_view(self._supernet, spec)
             if not bound.current or statistics_row is not bound.statistics_row:
@@ -393,7 +394,7 @@ class Plan:
 
     def _probe(self) -> Any:
         """Return a batch of two inputs. A single tensor is random, other inputs are the sample twice."""
-        sample, device = self._samples()[-1], self._supernet.device
+        sample, device = self._shapes.follow().samples[-1], self._supernet.device
         if isinstance(sample, Tensor) and sample.is_floating_point():
             return laid_out(batch_like(sample, 2, device))
         return map_tensors(lambda t: torch.stack([t] * 2).to(device), sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from numbers import Real
 from operator import le
 from typing import Any
@@ -14,16 +14,24 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from subnetact.comparison import ROUNDED, equal
-from subnetact.engine.inputs import check_input, parts_of, samples_of, shapes, unstack
-from subnetact.errors import EngineError, InvalidRequest
+from subnetact.device import raise_if_explained
+from subnetact.engine.inputs import Stager, check_input, parts_of, samples_of, shapes, unstack
+from subnetact.errors import EngineError, InvalidRequest, SubnetActError
 from subnetact.spec import SubnetSpec, grouped
-from subnetact.supernet.batches import map_tensors, tensors_of
+from subnetact.supernet.batches import call_with, describe_input, map_tensors, tensors_of
+from subnetact.supernet.check import check_once
+from subnetact.supernet.failure import not_running
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proof import in_double
 from subnetact.supernet.sensitivity import other_inputs
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
+from subnetact.supernet.views import private_view
 
+BATCH_FIRST = (
+    "give a batch that the network takes, with the batch axis first: x[None] of one input x. If the network "
+    "needs larger batches, leave out example=: the first batch then is the example"
+)
 Padding = float | Mapping[str | int, float] | None
 Lengths = Sequence[Mapping[int, Sequence[tuple[int, int]]]]
 """For every tensor of an output: axis -> the tensors of the input, and their axes, that are as long."""
@@ -32,9 +40,13 @@ Lengths = Sequence[Mapping[int, Sequence[tuple[int, int]]]]
 class InputShapes:
     """The shapes that an engine serves: `samples`, from the smallest to the largest; at first maybe none."""
 
-    def __init__(self, supernet: Supernet, given: Any, padding: Padding = None) -> None:
+    def __init__(
+        self, supernet: Supernet, device: torch.device, given: Any, padding: Padding, lengths: Lengths
+    ) -> None:
         self._supernet = supernet
-        self.lengths: Lengths = ()
+        self._device = device
+        self.stager = Stager(device)
+        self.lengths = lengths
         self._several = isinstance(given, list)
         self.samples: list[Any] = given if self._several else [] if given is None else [given]
         self._generation, self._dtype = supernet.generation.number, _dtype_of(supernet)
@@ -57,14 +69,9 @@ class InputShapes:
         self._padding = _padding(self.samples[0], padding)
 
     @property
-    def sample(self) -> Any:
-        """The largest sample, or None."""
-        return self.samples[-1] if self.samples else None
-
-    @property
     def given(self) -> Any:
         """What makes the same shapes: a sample, a list of them, or None."""
-        return self.samples if self._several else self.sample
+        return self.samples if self._several else (self.samples or [None])[0]
 
     def note(self, x: Any) -> bool:
         """Take a batch that has run as the example, if there is none and it can be one; tell if it is."""
@@ -97,11 +104,25 @@ class InputShapes:
             f"dimension: {'; '.join(str(shapes(sample)) for sample in self.samples)}"
         )
 
-    def check(self, x: Any, device: torch.device, finite: bool) -> None:
+    def check(self, x: Any, finite: bool = False) -> None:
         """Refuse an input that fits in no shape, or whose structure or dtypes differ from the samples'."""
-        check_input(x, None if self._several else self.sample, device, finite)
+        self.follow()
+        check_input(x, None if self._several else self.given, self._device, finite)
         if self._several:
-            check_input(self.padded([x])[0], self.samples[self.index(x)], device)
+            check_input(self.padded([x])[0], self.samples[self.index(x)], self._device)
+
+    def batch(self, inputs: Any, least: int = 0) -> tuple[Any, int]:
+        """Return single inputs as a batch, padded to one shape, and its size, which is at `least` that."""
+        if not isinstance(inputs, Sequence) or not len(inputs):
+            raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(inputs)}")
+        size = max(len(inputs), least)
+        try:
+            return self.stager.stack(self.padded(inputs), size), size
+        except Exception as error:
+            raise_if_explained(error, SubnetActError)
+            for x in inputs:
+                self.check(x)
+            raise
 
     def padded(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return inputs in one shape, the smallest that all of them fit in."""
@@ -118,7 +139,32 @@ class InputShapes:
         structure = tree_flatten(self.samples[0])[1]
         return [tree_unflatten(list(map(self._pad, own, range(len(own)), wanted)), structure) for own in owns]
 
-    def find_lengths(self, outputs: Sequence[Any]) -> None:
+    def try_out(self, specs: Sequence[SubnetSpec], check: bool) -> None:
+        """Run the smallest of some subnets on every sample, and find what outputs are cut to.
+
+        If that is to be a `check`, refuse outputs that are no batches, and prove the supernet on the samples.
+        """
+        outputs, supernet, space = list[Any](), self._supernet, self._supernet.space
+        for sample in self.samples if specs else ():
+            batch = self.stager.stack([sample], 1)
+            smallest = min(specs, key=lambda spec: sum(space.resolve(spec)))
+            view, _ = private_view(supernet, smallest)
+            try:
+                with torch.inference_mode():
+                    output = call_with(view, batch)
+            except Exception as error:
+                raise_if_explained(error)
+                full = shared_view(supernet.network, space.resolve(space.largest()))
+                what = f"one sample of it, {describe_input(sample)}"
+                why, _ = not_running(view, error, batch, full, what, BATCH_FIRST)
+                raise InvalidRequest(f"example: {smallest} {why}") from error
+            with nullcontext() if check else suppress(EngineError):
+                outputs += unstack(output, 1, 1)
+            if check:
+                check_once(supernet, batch)
+        self._find_lengths(outputs)
+
+    def _find_lengths(self, outputs: Sequence[Any]) -> None:
         """Note which axes of the outputs for all samples are as long as an axis of the samples."""
         sources: dict[Any, list[tuple[int, int]]] = grouped(
             (lengths, (position, axis))
@@ -144,11 +190,11 @@ class InputShapes:
                     tensors[i] = tensors[i].narrow(axis, 0, length).clone()
         return tree_unflatten(tensors, structure)
 
-    def require_harmless(self, specs: Sequence[SubnetSpec], device: torch.device) -> None:
+    def require_harmless(self, specs: Sequence[SubnetSpec]) -> None:
         """Refuse padding that changes what the largest subnet computes of a short sample, in its own rows."""
         network, row = self._supernet.network, max(map(self._supernet.space.resolve, specs), key=sum)
         view = shared_view(network, row)
-        x = map_tensors(lambda t: t[None].to(device), self.samples[0])
+        x = self.stager.stack(self.samples[:1], 1)
         if not next(tensors_of(x)).any():  # Padding with zeros would change nothing.
             x = next(other_inputs(view, x), x)
         with suppress(InvalidRequest):  # No shape is longer on all axes.

@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.device import raise_if_explained
 from subnetact.errors import EngineError, InvalidRequest
 from subnetact.files.tensors import named_dtype
-from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
-from subnetact.supernet.failure import not_running
-from subnetact.supernet.supernet import Supernet
-from subnetact.supernet.unused_weights import shared_view
-from subnetact.supernet.views import private_view
+from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of
 
 DATATYPES = {torch.bfloat16: "BF16"} | {getattr(torch, f"float{n}"): f"FP{n}" for n in (16, 32, 64)}
 DATATYPES |= {getattr(torch, f"int{n}"): f"INT{n}" for n in (8, 16, 32, 64)}
@@ -31,10 +25,6 @@ DATATYPES |= {torch.bool: "BOOL", torch.uint8: "UINT8"}
 """The names of the Open Inference Protocol, which Triton's configurations have, too."""
 LARGEST_EXAMPLE = 2**28
 """Most numbers of one input."""
-BATCH_FIRST = (
-    "give a batch that the network takes, with the batch axis first: x[None] of one input x. If the network "
-    "needs larger batches, leave out example=: the first batch then is the example"
-)
 
 
 def parts_of(x: Any) -> Any:
@@ -95,20 +85,6 @@ def check_batch(x: Any, samples: Sequence[Any], cause: Exception) -> None:
     served = " or ".join(str(map_tensors(described, sample)) for sample in samples) or "tensors"
     got = map_tensors(describe_input, as_batch(x)) if parts_of(x) else describe_input(x)
     raise InvalidRequest(f"batch: got {got}, this engine serves {served}") from cause
-
-
-def try_sample(supernet: Supernet, spec: SubnetSpec, x: Any, sample: Any) -> Any:
-    """Return the output for a batch `x` of one sample; an InvalidRequest says what to describe or to give."""
-    view, _ = private_view(supernet, spec)
-    try:
-        with torch.inference_mode():
-            return call_with(view, x)
-    except Exception as error:
-        raise_if_explained(error)
-        full = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
-        what = f"one sample of it, {describe_input(sample)}"
-        why, _ = not_running(view, error, x, full, what, BATCH_FIRST)
-        raise InvalidRequest(f"example: {spec} {why}") from error
 
 
 def samples_of(example: Any) -> Any:

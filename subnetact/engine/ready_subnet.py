@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, index
@@ -19,6 +19,7 @@ from subnetact.supernet.batches import call_with
 from subnetact.supernet.forward_state import note_state_, watched_buffers
 from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.statistics import batch_norms, require_calibrated
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 from subnetact.supernet.views import private_view
@@ -37,11 +38,15 @@ class Bound:
     number: int  # of the supernet's generation
 
     @classmethod
-    def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
-        """Bind a subnet to the current weights and statistics."""
-        number = supernet.generation.number
-        view, statistics_row = private_view(supernet, spec)
-        return cls(supernet, spec, view, statistics_row, number)
+    def of(cls, supernet: Supernet, spec: SubnetSpec, allow_uncalibrated: bool = True) -> Bound:
+        """Bind a subnet to the current weights and statistics, if need be its own ones only."""
+        while True:  # Another thread may drop the row meanwhile.
+            if not allow_uncalibrated:
+                require_calibrated(supernet, [spec])
+            number = supernet.generation.number
+            view, row = private_view(supernet, spec)
+            if allow_uncalibrated or row is not None or not batch_norms(supernet.network):
+                return cls(supernet, spec, view, row, number)
 
     @property
     def current(self) -> bool:
@@ -91,7 +96,7 @@ class ReadySubnet:
 
     id: int
     spec: SubnetSpec
-    _run: Callable[[ReadySubnet, Any], Any]
+    _engine: Callable[[Any, int], Any]
     accuracy: float | None = None
     bound: Bound | None = None
 
@@ -108,10 +113,11 @@ class ReadySubnet:
             The network's output for the batch.
 
         Raises:
+            InvalidRequest: the network fails on x, which differs from the example, as in `Engine.__call__`.
             NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: the subnet was removed from its engine.
         """
-        return self._run(self, x)
+        return self._engine(x, self.id)
 
 
 class ReadySubnets:
@@ -119,6 +125,8 @@ class ReadySubnets:
 
     _subnets: tuple[ReadySubnet, ...]
     _served: Mapping[int, ReadySubnet]
+    _bind: Callable[[SubnetSpec], Bound]
+    _rebinding: AbstractContextManager[Any]  # a lock
 
     def __len__(self) -> int:
         """Return the number of subnets that were registered, removed ones included."""
@@ -144,6 +152,12 @@ class ReadySubnets:
         """The ids of the subnets that are served, in ascending order."""
         return tuple(sorted(self._served))
 
+    @property
+    def sample(self) -> Any:
+        """The largest of `samples`: a tensor, a tuple or a dictionary of tensors, as requests are."""
+        engine: Any = self
+        return engine.samples[-1]
+
     def ready(self, subnet: int) -> ReadySubnet:
         """Return the callable of a registered `subnet`. This takes well below a microsecond.
 
@@ -158,6 +172,16 @@ class ReadySubnets:
             span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
             raise SpecError(f"no subnet {subnet}; this engine has {span}")
         return found
+
+    def _bound(self, subnet: ReadySubnet) -> Bound:
+        """Return the view of a subnet on the weights and statistics of now; a removed subnet keeps none."""
+        bound = subnet.bound
+        if bound is None or not bound.current:
+            bound = self._bind(subnet.spec)
+            with self._rebinding:
+                if self._served.get(subnet.id) is subnet:
+                    subnet.bound = bound
+        return bound
 
 
 def _id(subnet: Any) -> int:

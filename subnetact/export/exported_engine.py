@@ -54,7 +54,6 @@ class ExportedEngine(ReadySubnets):
         program: the kind of program that runs, as in the stamps of latency tables: `aotinductor` or `onnx`.
         samples: one input without batch axis per shape of the engine's examples, the largest last; only their
             shapes and dtypes matter.
-        sample: the largest of them.
     """
 
     def __init__(self, programs: Sequence[Program], facts: dict[str, Any], device: torch.device) -> None:
@@ -63,7 +62,7 @@ class ExportedEngine(ReadySubnets):
             require_precision(precision, device)
         self._programs = tuple(programs)
         pairs = enumerate(zip(config.specs, config.accuracy or (), strict=True))
-        self._subnets = tuple(ReadySubnet(i, spec, self._run, percent) for i, (spec, percent) in pairs)
+        self._subnets = tuple(ReadySubnet(i, spec, self, percent) for i, (spec, percent) in pairs)
         self._served = dict(enumerate(self._subnets))
         self.fingerprint: str = facts["fingerprint"]
         self.space: str = facts["space"]
@@ -71,7 +70,6 @@ class ExportedEngine(ReadySubnets):
         self.device = device
         self.samples = config.sample if isinstance(config.sample, list) else [config.sample]
         self._axes = InputAxes(self.samples)
-        self.sample = self._axes.sample
         self._stager = Stager(device)
 
     def __repr__(self) -> str:
@@ -92,13 +90,10 @@ class ExportedEngine(ReadySubnets):
             InvalidRequest: the shape, dtype or device of the batch is not what the programs were exported
                 for.
         """
-        return self.ready(subnet)(x)
-
-    def _run(self, subnet: ReadySubnet, x: Any) -> Any:
-        x = as_batch(x)
+        program, x = self._programs[self.ready(subnet).id], as_batch(x)
         self.check(first_of(x, "input"))
         with torch.inference_mode():
-            return call_with(self._programs[subnet.id], x)
+            return call_with(program, x)
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected: as one batch if they can be one.

@@ -56,8 +56,10 @@ def test_answers_are_the_engines(replica):
 
 
 def test_a_new_replica_has_run_every_batch_size_before_it_gets_requests(source, monkeypatch):
-    ran, run = set(), Engine._run
-    monkeypatch.setattr(Engine, "_run", lambda self, subnet, x: (ran.add(len(x)), run(self, subnet, x))[1])
+    ran, run = set(), Engine.__call__
+    monkeypatch.setattr(
+        Engine, "__call__", lambda self, x, subnet: (ran.add(len(x)), run(self, x, subnet))[1]
+    )
     EngineReplica(source).close()
     assert ran >= {1, 8}
 
