@@ -62,7 +62,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     latency          525   280      5
     training        1233   324      5
     elastic          824   186      1
-    engine          2569   706      5
+    engine          2561   706      5
     workers          562    96      0
     costs            281    72      4
     nas              890   378      8
@@ -74,7 +74,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1766   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31729  9315    202
+    all            31721  9315    202
 
 The README has a glossary of the words that are used here.
 """

@@ -237,14 +237,8 @@ class Plan:
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
-            progress = any(i not in self._programs and i not in self._reasons for i in order)
-            bar = tqdm(
-                order,
-                f"{self.backend} programs",
-                delay=SHOW_AFTER_S,
-                leave=False,
-                disable=not progress or None,
-            )
+            quiet = all(i in self._programs or i in self._reasons for i in order) or None
+            bar = tqdm(order, f"{self.backend} programs", delay=SHOW_AFTER_S, leave=False, disable=quiet)
             for place, i in enumerate(bar):
                 left -= self._decide(served[i], left, order[:place:-1])
 

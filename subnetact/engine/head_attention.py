@@ -25,9 +25,7 @@ class HeadAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map queries, keys and values (N, heads, T, features) to (N, heads, T, features)."""
         product = query.shape[-2] * key.shape[-2] * query.shape[-1]
-        plain = not args and not any(
-            value for name, value in kwargs.items() if name not in ("scale", "attn_mask")
-        )
+        plain = not args and not any(v for name, v in kwargs.items() if name not in ("scale", "attn_mask"))
         alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and key.shape == value.shape
         fits = query.dtype == torch.float32 and LEAST_PRODUCT <= product <= LARGEST_PRODUCT
         if not (plain and alike and fits and kwargs.get("attn_mask") is None):
