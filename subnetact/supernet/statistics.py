@@ -71,9 +71,15 @@ def binding_of(
 
 
 def statistics_of(supernet: Any, spec: SubnetSpec, shared: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the BatchNorm statistics that a subnet runs on: its own, or the `shared` ones.
+    """Return the BatchNorm statistics that a subnet runs on.
 
-    They are the tensors in use, not copies: name of a BatchNorm -> (mean, variance), of shape (channels,).
+    Args:
+        supernet: the supernet.
+        spec: the subnet.
+        shared: whether to return the shared ones, on which subnets without their own run, in any case.
+
+    Returns:
+        Name of a BatchNorm -> (mean, variance), of shape (channels,): the tensors in use, not copies.
 
     Raises:
         SpecError: its own statistics lack a BatchNorm or have another number of channels.
