@@ -25,7 +25,6 @@ from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, as_pair, describe_input, hash_of, map_tensors, tensors_of
 from subnetact.supernet.check import check_once
-from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.statistics import adopt_statistics_, batch_norms
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -167,7 +166,15 @@ def calibrate(
         return CalibrationReport(len(wanted))
     largest, inputs = space.largest(), partial(_inputs, supernet=supernet, labels=labels)
     with supernet.generation.lock:
-        require = partial(_require_same_weights, supernet, supernet.generation.moment())
+        began = supernet.generation.moment()
+
+    def require() -> None:
+        if not supernet.generation.moment().same_weights(began):
+            raise StaleWeights(
+                "calibration: the weights have changed since it began, so its statistics belong to no "
+                "weights; nothing was written, calibrate again on the present ones"
+            )
+
     if corrections:
         start, narrow = time.perf_counter(), [spec for spec in wanted if spec != largest]
         given = list(map(inputs, batches))
@@ -192,13 +199,19 @@ def calibrate(
                 if not wanted:
                     adopt_statistics_(supernet)
                     return CalibrationReport(adopted=adopted)
-        kept = Progress(resume, save_every_s, supernet, wanted, rule)
         run = CalibrationRun(supernet, wanted, rule, memory_mb * 2**20)
+        kept = Progress(resume, save_every_s, supernet, run)
         _pass(run, batches, inputs, kept, progress, supernet if check else None, require)
         rows = {spec: run.row(spec) for spec in wanted}
     require()
-    _check_finite(rows)
-    kept.save(run)
+    for spec, row in rows.items():
+        if not row.flat.isfinite().all():
+            bad = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
+            raise SpecError(
+                f"calibration of {spec} gave statistics that are not finite, first at {bad[0]}; check the "
+                "batches and the weights for NaN"
+            )
+    kept.save()
     with supernet.generation.lock:
         require()
         if adopted and adopt is None and not supernet.generation.is_original:
@@ -223,29 +236,24 @@ def calibrate(
 
 
 class Progress:
-    """The averages of a calibration so far, in a journal that belongs to its weights and subnets."""
+    """The averages of a run so far, in a journal that belongs to its weights and subnets, and restores it."""
 
     def __init__(
-        self,
-        path: StrPath | None,
-        save_every_s: float,
-        supernet: Supernet,
-        specs: Sequence[SubnetSpec],
-        rule: str | None,
+        self, path: StrPath | None, save_every_s: float, supernet: Supernet, run: CalibrationRun
     ) -> None:
         self._journal: Journal | None = None
-        self._save_every_s = save_every_s
+        self._save_every_s, self._run = save_every_s, run
         self._began = self._saved = time.perf_counter()
         self._given, self._first, self._digest = 0, "", ""
         self._stored: dict[str, Any] = {"run": {}, "given": 0, "seconds": 0.0, "first": "", "digest": ""}
         if path is None:
             return
-        keys = checksum({"subnets": sorted(spec.key for spec in specs)})[:16]
+        keys = checksum({"subnets": sorted(spec.key for spec in run.specs)})[:16]
         norms = batch_norms(supernet.network).values()
         environment = {
             "weights": supernet.fingerprint(),
-            "subnets": f"{len(specs)} of {supernet.space.id}, {keys}",
-            "rule": ", ".join(sorted({rule or norm.rule for norm in norms})),
+            "subnets": f"{len(run.specs)} of {supernet.space.id}, {keys}",
+            "rule": ", ".join(sorted({run.rule or norm.rule for norm in norms})),
             "device": supernet.device.type,
             "versions": f"subnetact {__version__}, torch {torch.__version__}",
         }
@@ -253,6 +261,7 @@ class Progress:
         with self._journal.fields():
             for line in self._journal.of(PROGRESS):
                 self._stored = {name: type(empty)(line[name]) for name, empty in self._stored.items()}
+                run.restore(self._stored["run"])
 
     @property
     def seconds(self) -> float:
@@ -279,20 +288,14 @@ class Progress:
                 f"it has {self._stored['given']} batches, the data only {self._given}. Give the same data"
             )
 
-    def save(self, run: CalibrationRun, due: bool = True) -> None:
-        """Keep the state of a run between two subnets, if it is `due` or the last time is long ago."""
+    def save(self, due: bool = True) -> None:
+        """Keep the state of the run between two subnets, if it is `due` or the last time is long ago."""
         due = due or time.perf_counter() - self._saved >= self._save_every_s
         if due and self._journal is not None:
             digests = {"first": self._first, "digest": self._digest}
-            facts = {"seconds": self.seconds, "run": run.state()}
+            facts = {"seconds": self.seconds, "run": self._run.state()}
             self._journal.replace(PROGRESS, given=self._given, **digests, **facts)
             self._saved = time.perf_counter()
-
-    def restore(self, run: CalibrationRun) -> None:
-        """Bring a prepared run to the state in the file, if there is one."""
-        if self._journal is not None and self._stored["run"]:
-            with self._journal.fields():
-                run.restore(self._stored["run"])
 
 
 def _pass(
@@ -312,8 +315,6 @@ def _pass(
         for i, batch in enumerate(batches):
             x = inputs(batch)
             kept.take(x)
-            if i == 0:
-                kept.restore(run)
             if i < run.finished:
                 bar.update(subnets)
                 continue
@@ -322,7 +323,7 @@ def _pass(
                 for _ in run.batch(x):
                     bar.update()
                     require()
-                    kept.save(run, due=False)
+                    kept.save(due=False)
             except Exception as error:
                 require()
                 if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
@@ -332,24 +333,6 @@ def _pass(
                 check_once(unchecked, x)
                 unchecked = None
     kept.check_length()
-
-
-def _require_same_weights(supernet: Supernet, began: Moment) -> None:
-    if not supernet.generation.moment().same_weights(began):
-        raise StaleWeights(
-            "calibration: the weights have changed since it began, so its statistics belong to no weights; "
-            "nothing was written, calibrate again on the present ones"
-        )
-
-
-def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
-    for spec, row in rows.items():
-        if not row.flat.isfinite().all():
-            bad = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
-            raise SpecError(
-                f"calibration of {spec} gave statistics that are not finite, first at {bad[0]}; check the "
-                "batches and the weights for NaN"
-            )
 
 
 def _inputs(batch: Any, supernet: Supernet, labels: bool) -> Any:

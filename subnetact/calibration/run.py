@@ -23,7 +23,7 @@ class CalibrationRun:
     """Runs batches through many subnets, `finished` so far, and averages the statistics of BatchNorms."""
 
     def __init__(self, supernet: Supernet, specs: list[SubnetSpec], rule: str | None, memory: float) -> None:
-        self._supernet, self._rule, self._memory = supernet, rule, memory
+        self._supernet, self.rule, self._memory = supernet, rule, memory
         self._frozen = private_buffers()  # A forward may write into its buffers.
         self.finished = self._done = 0
         self.calls, resolve = SharedCalls(supernet.network), supernet.space.resolve
@@ -40,7 +40,7 @@ class CalibrationRun:
         norms: dict[str, CalibrationNorm] = {}
 
         def collecting(norm: SubnetNorm) -> nn.Module:
-            norms[norm.path] = CalibrationNorm(norm, row, self._rule)
+            norms[norm.path] = CalibrationNorm(norm, row, self.rule)
             return norms[norm.path].module  # type: ignore[no-any-return]
 
         return bind(self._supernet.network, row, collecting, frozen=self._frozen), norms

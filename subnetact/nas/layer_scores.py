@@ -273,28 +273,20 @@ class LayerScores:
     @cached_property
     def _skipped(self) -> dict[Choice, list[tuple[str, int]]]:
         """Choice -> the slots whose choices change nothing with it, because their layers are skipped."""
-        space, network = self.supernet.space, self.supernet.network
-        full = space.resolve(space.largest())
+        space, operators = self.supernet.space, operators_in(self.supernet.network)
+        selects = [operator for operator in operators if isinstance(operator, LayerSelect)]
+        gates = [(f"{select.path_of(name)}.", dim) for select in selects for name, dim in select.dims.items()]
+        followed = {dim for operator in operators for dim in operator.dims.values()}
+        full, changed = space.resolve(space.largest()), dict[tuple[str, int], set[int]]()
         rows = {choice: space.resolve(self._with(space.largest(), [choice])) for choice in self.losses}
-        follows: dict[tuple[str, int], set[str]] = {}
-        homes = [(set(operator.dims.values()), operator.path) for operator in operators_in(network)]
         for (axis, at, _), row in rows.items():
-            dims = {i for i, (a, b) in enumerate(zip(row, full, strict=True)) if a != b}
-            follows.setdefault((axis, at), set()).update(path for own, path in homes if own & dims)
+            changed.setdefault((axis, at), set()).update(i for i in followed if row[i] != full[i])
         skipped: dict[Choice, list[tuple[str, int]]] = {}
-        selects = [operator for operator in operators_in(network) if isinstance(operator, LayerSelect)]
         for choice, row in rows.items():
-            skips = (
-                (select, name) for select in selects for name, dim in select.dims.items() if not row[dim]
-            )
-            gone = [f"{select.path_of(name)}." for select, name in skips]
-            places = [
-                place
-                for place, paths in follows.items()
-                if gone and paths and all(any(f"{p}.".startswith(g) for g in gone) for p in paths)
-            ]
-            if places := [place for place in places if place != choice[:2]]:
-                skipped[choice] = places
+            gone = tuple(path for path, dim in gates if not row[dim])
+            left = {i for o in operators if not f"{o.path}.".startswith(gone) for i in o.dims.values()}
+            places = [p for p, dims in changed.items() if dims and dims.isdisjoint(left) and p != choice[:2]]
+            skipped |= {choice: places} if places else {}
         return skipped
 
 
