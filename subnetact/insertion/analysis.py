@@ -162,7 +162,7 @@ class TracedModel:
         totals = {full, *(m.multiple * full for m in members if m.part == "out")}
         numbers = dict.fromkeys(self._numbers(masks, full, totals))  # several reshapes may read one number
         members += [n for n in numbers if n.module not in {m.module for m in members if "." not in m.part}]
-        axis_kind = "stream" if self._is_shared(masks) else _kind(self._modules, members)
+        axis_kind = "stream" if self._is_shared(masks) else _kind(self._modules, members, full)
         return Group(f"{layer}.{axis_kind}", axis_kind, full, tuple(members), unit)
 
     def _halved(self, axis: Any, outputs: int) -> tuple[Masks, int, int]:
@@ -441,13 +441,14 @@ def _extent(group: Group, member: Member) -> tuple[int, float]:
     return member.start, member.start + group.full * member.multiple
 
 
-def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
-    """Return the axis of a group: feed-forward neurons lie between linear layers, with norms of them only."""
-    others = [m.module for m in members if m.operator is not LayerNormSlice]
-    linear = all(traits_of(modules[path]).kind == "linear" for path in others)
-    outputs, inputs = ([m.module for m in members if (m.part == "out") is out] for out in (True, False))
+def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member], full: int) -> str:
+    """Return the axis of a group: neurons lie between linear layers, beside norms and depthwise layers."""
+    deep = {m.module for m in members if 1 < getattr(modules[m.module], "groups", 1) == m.multiple * full}
+    others = [m for m in members if m.operator is not LayerNormSlice and m.module not in deep]
+    linear = all(traits_of(modules[m.module]).kind == "linear" for m in others)
+    outputs, inputs = ([m.module for m in others if (m.part == "out") is out] for out in (True, False))
     rank = linear and inputs and is_rank(modules, outputs[0], inputs[-1])
-    homes = {path.rpartition(".")[0] for path in others}
+    homes = {m.module.rpartition(".")[0] for m in others}
     latent = len(homes) == 1 and "attention" in type(modules[homes.pop()]).__name__.lower()
     return "ffn" if linear and len(outputs) <= 2 and not rank and not latent else "width"
 

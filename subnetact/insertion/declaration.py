@@ -259,9 +259,10 @@ def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator
 
 
 def _is_within(observed: Observation, group: Group, block: str) -> bool:
-    """Tell whether a group lies between linear layers in a block, with nothing but norms beside them."""
+    """Tell whether a group lies between linear layers in a block, beside what neurons may pass."""
     inside = all(m.module.startswith(f"{block}.") for m in group.members)
-    return inside and all(m.module in observed.layers or m.operator is LayerNormSlice for m in group.members)
+    plain = all(m.module in observed.layers or m.operator is LayerNormSlice for m in group.members)
+    return inside and (plain or group.axis == "ffn")
 
 
 def _with_neurons(observed: Observation, group: Group, linear: Sequence[Member]) -> Group:

@@ -55,7 +55,7 @@ FAULTS = {
 ALIGNED = "multiple of 16 bytes"  # Rows of what torch multiplies in groups.
 WHOLE = EXACT._replace(unequal=TIES)
 MOST_VARIANTS = 2
-MOST_TRIALS = 100
+MOST_TRIALS = 200
 """After so many subnets were tried, groups that are wrong together are not told apart any more."""
 
 

@@ -68,7 +68,13 @@ class Move:
         )
         if bool((goes & stays).any()) and self._is_copied(mask):
             goes &= ~stays  # Some copies go, and what they are copies of stays.
-        return reduced(goes.view(self.shape)) if bool(goes.any()) else None
+        goes, unread = goes.view(self.shape), ~(goes | stays).view(self.shape)
+        for axis in range(goes.dim() if bool(goes.any() and unread.any()) else 0):
+            others = [i for i in range(goes.dim()) if i != axis]
+            if others:  # What is not read goes with all that is read at the same place of an axis.
+                whole = (goes | unread).amin(others, keepdim=True) & goes.amax(others, keepdim=True)
+                goes = goes | (whole & unread)
+        return reduced(goes) if bool(goes.any()) else None
 
     def _is_copied(self, mask: Tensor) -> bool:
         """Tell whether data are copied along an axis, as `expand` does, of which entries go as a whole."""

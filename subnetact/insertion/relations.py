@@ -42,6 +42,7 @@ RULES: dict[str, tuple[str, str]] = {
     "embedding": ("- weight", "-,_c->~c"),
     "batch_norm": ("input running_mean running_var weight bias", "nc*,c,c,c,c->nc*"),
     "layer_norm": ("input - weight bias", "*,-,*,*->*"),
+    "normalize": ("input", "*->*"),
     "prelu": ("input weight", "nc*,c->nc*"),
     "group_norm": ("input - weight bias", "n(gC)*,-,(gC),(gC)->n(gC)*"),
     "matmul": ("input other", "*ik,*kj->*ij"),
@@ -66,7 +67,7 @@ ALIKE = {
     **dict.fromkeys(("bmm", "mm"), "matmul"),
 }
 """Other functions and kinds of layers that have the rule of one in `RULES`."""
-SUMS = ("sum",)
+SUMS = ("sum", "norm", "linalg_norm", "linalg_vector_norm")
 """Functions that add up: what goes leaves nothing behind."""
 
 
@@ -311,7 +312,8 @@ class Relations:
         name = ALIKE.get(name, name)
         if name == "einsum":
             return self._einsum(node)
-        if name not in RULES or (node.op == "call_method" and name not in ("matmul", "baddbmm")):
+        summed = layer is None and called_name(node) in SUMS
+        if name not in RULES or summed or (node.op == "call_method" and name not in ("matmul", "baddbmm")):
             return None
         groups = _groups(node, name, layer)
         if name == "scaled_dot_product_attention":

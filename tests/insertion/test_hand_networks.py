@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -205,6 +206,9 @@ def assigned(t: Tensor) -> Tensor:
         lambda t: torch.roll(t, 1, 2),
         lambda t: t.flip(-1),
         lambda t: t / (1 + t.var(3, keepdim=True)),
+        lambda t: F.normalize(t, dim=1),
+        lambda t: t / t.norm(dim=1, keepdim=True),
+        lambda t: t / torch.linalg.vector_norm(t, dim=1, keepdim=True),
         assigned,
     ],
 )
@@ -217,6 +221,22 @@ def test_a_forward_may_look_at_shapes(between: Callable[[Tensor], Tensor]) -> No
         found = supernet.subnet(supernet.space.smallest())(ODD)
         torch.testing.assert_close(found, small(ODD), rtol=0, atol=5e-5)
     assert "does not run on the example, so it stays whole" in supernet.description.refused["large"]
+
+
+def test_columns_go_of_a_table_of_which_some_rows_are_never_read() -> None:
+    rows = torch.tensor([[0, 1, 2], [1, 2, 4]])  # Some are read twice.
+    table = nn.Parameter(torch.arange(48.0).view(6, 8) / 10)
+    model = seeded(lambda m, x: m.last(m.first(x) + m.table[rows]), first=(5, 8), last=(8, 3), table=table)
+    pruned: Any = copy.deepcopy(model)
+    x = torch.randn(2, 3, 5)
+    supernet = subnetact.insert_(model, example=x, choices=[0.5, 1.0])
+    (group,) = supernet.description.groups.values()
+    assert {(m.module, m.part) for m in group.members} == {("first", "out"), ("last", "in_"), ("", "table.1")}
+    pruned.last.weight.data[:, 4:] = 0
+    with torch.no_grad():
+        found: Any = supernet.extract(supernet.space.smallest())
+        torch.testing.assert_close(found(x), pruned(x))
+    assert found.table.shape == (6, 4)
 
 
 MIXING: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
