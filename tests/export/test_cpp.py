@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
 MISSING = [tool for tool in ("g++", "cmake", "ninja") if shutil.which(tool) is None]
 
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.skipif(
         bool(MISSING), reason=f"no {', '.join(MISSING)}; apt-get install g++ cmake ninja-build"
     ),
@@ -117,7 +118,6 @@ def test_cpp_meets_deadlines(digits: Any, programs: Path, tmp_path: Path) -> Non
     assert "exported without latencies" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
-@pytest.mark.slow
 def test_cpp_runs_a_pt2(compiled: tuple[Engine, Path], programs: Path, tmp_path: Path) -> None:
     engine, path = compiled
     shutil.copy(path, tmp_path / "model.pt2")

@@ -15,7 +15,7 @@ from subnetact import Engine
 from subnetact.errors import ExportError, FileFormatError, MissingFile
 from subnetact.export import ExportedEngine, load_exported, pt2, to_pt2
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.heavy
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(7))
 
 
