@@ -22,6 +22,10 @@ CommonModel = TypeVar("CommonModel", bound="Terms")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
+ROUTES = {
+    404: ("NotFound", "there is no such address"),
+    405: ("MethodNotAllowed", "this address takes another method, which the header `allow` names"),
+}
 DROPPED = {"QueueFull": "rejected-saturated", "DeadlinePassed": "rejected-ttl-expired"}
 """What the header `x-llm-d-request-dropped-reason` says of a request that was refused or expired."""
 JSON = "application/json"
@@ -117,9 +121,8 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, ClientDisconnect):
         return Refusal(*GONE)
     if isinstance(error, HTTPException):  # of Starlette's routes
-        kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(error.status_code, "HTTPException")
-        message = "there is no such address, or not with this method; /openapi.json lists all"
-        return Refusal(error.status_code, kind, message, error.headers)
+        kind, message = ROUTES.get(error.status_code, ("HTTPException", "this is no request of this server"))
+        return Refusal(error.status_code, kind, f"{message}; /openapi.json lists all", error.headers)
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
     if status is None:
         _repeated.log(logging.ERROR, "a request raised an unexpected error", error=error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -99,6 +100,11 @@ def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for held in tree_leaves([v for v in vars(module).values() if not isinstance(v, bool | int | str)]):
             if not isinstance(held, nn.Module | dict):  # A watched registry is a dictionary of its own class.
                 memo.setdefault(id(held), held)
+        for held in vars(module).values():
+            if (
+                type(held) is OrderedDict and not held
+            ):  # There are ten without hooks, and to copy one is slow.
+                memo[id(held)] = OrderedDict()
     return deepcopy(network, memo)
 
 

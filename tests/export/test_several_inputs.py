@@ -107,9 +107,7 @@ def test_torchscript_takes_the_engine_and_triton_says_where_to_go(engine: Engine
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.heavy)])
-def test_lengths_are_free_between_those_of_the_examples(
-    native: bool, engine: Engine, tmp_path: Path
-) -> None:
+def test_lengths_are_free_between_those_of_the_examples(native: bool, engine: Engine, tmp_path: Path) -> None:
     """And the first axis down to one; ids and mask keep one length."""
     onnxruntime = pytest.importorskip("onnxruntime")
     x = small_inputs("dynabert", 4)
