@@ -54,27 +54,27 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            357   169      6
     operators       2344   815     18
-    supernet        2821   846      7
+    supernet        2825   846      7
     insertion       4143   942     12
     ofa_adapters    2555   522      7
     digits           136    18      7
-    calibration      690   166      1
+    calibration      687   166      1
     latency          525   280      5
     training        1233   324      5
     elastic          824   186      1
     engine          2561   706      5
     workers          562    96      0
     costs            281    72      4
-    nas              882   378      8
+    nas              879   378      8
     profile         1219   277      1
     serving         4696  1917     34
     generation      1639   500     13
     export          1003   394      7
     simulate           9     5      2
-    serve           1766   369      7
+    serve           1769   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31710  9320    202
+    all            31711  9320    202
 
 The README has a glossary of the words that are used here.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +103,7 @@ class SharedCalls:
         view: nn.Module,
         row: SizeRow,
         noted: Collection[str] | None,
-        norms: Mapping[str, CalibrationNorm] = MappingProxyType({}),
+        norms: Mapping[str, CalibrationNorm] | None = None,
     ) -> None:
         """Let a view share calls with those that ran before, and note those of some of its modules.
 
@@ -115,7 +114,7 @@ class SharedCalls:
                 sizes, notes = [row[i] for i in self.follows[path]], None if noted is None else path in noted
                 if getattr(module, "inplace", False):
                     object.__setattr__(module, "inplace", False)  # It would overwrite what others read.
-                object.__setattr__(module, "forward", self._sharing(path, module, sizes, notes, norms))
+                object.__setattr__(module, "forward", self._sharing(path, module, sizes, notes, norms or {}))
 
     def _sharing(
         self,
@@ -155,15 +154,14 @@ class SharedCalls:
         return shared
 
     def keep(self, memory: float) -> None:
-        """Forget calls that do not fit into so many bytes, the first ones first."""
-        kept, seen, held = dict[str, _Call](), set[int](), 0
-        for path, call in reversed(self._calls.items()):
-            tensors = {id(t): t for t in (*call.given, *call.output) if isinstance(t, Tensor)}
-            size = sum(t.nbytes for t in tensors.values() if id(t) not in seen)
-            if held + size <= memory:
-                kept[path], held = call, held + size
-                seen |= tensors.keys()
-        self._calls, self.peak = dict(reversed(kept.items())), max(self.peak, held)
+        """Forget the first calls, until the others fit into so many bytes."""
+        while (held := self._held()) > memory:
+            del self._calls[next(iter(self._calls))]
+        self.peak = max(self.peak, held)
+
+    def _held(self) -> int:
+        values = {id(value): value for call in self._calls.values() for value in (*call.given, *call.output)}
+        return sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.calibration.shared_calls import SharedCalls
-from subnetact.costs import Cost, CostModel
+from subnetact.costs import CostModel
 from subnetact.errors import SearchError, StaleWeights, extra_needed
 from subnetact.files.documents import StrPath
 from subnetact.files.journal import Journal
@@ -42,11 +42,8 @@ Choice: TypeAlias = tuple[str, int, Value]
 """An axis, the position of a slot in it, and a choice of the slot."""
 Measured: TypeAlias = Callable[[SubnetSpec], float]
 
-COSTS: Mapping[str, Callable[[Cost], int]] = {
-    "macs": lambda cost: cost.macs,
-    "parameters": lambda cost: cost.parameters,
-    "bytes": lambda cost: cost.weight_bytes,
-}
+COSTS = {"macs": "macs", "parameters": "parameters", "bytes": "weight_bytes"}
+"""The names of costs in a budget, and in `Cost`."""
 LATENCY = "latency_ms"
 ROUNDS = 12
 """So often a budget is solved with costs about the subnet before; those of neighbours may multiply."""
@@ -189,7 +186,7 @@ class LayerScores:
         return limits, measures
 
     def _measure(self, name: str) -> Measured:
-        return lambda spec: float(COSTS[name](self.costs(spec)))
+        return lambda spec: float(getattr(self.costs(spec), COSTS[name]))
 
     def _within(self, limits: Sequence[float], measures: Sequence[Measured]) -> SubnetSpec:
         """Return the best subnet that keeps to limits, solved with costs about the subnet found before."""
