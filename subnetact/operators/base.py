@@ -353,10 +353,13 @@ class Operator(ReadThrough):
         low = None if bits == FLOAT_BITS else self.low_mixin()
         given = self.parameters_of(sizes, trainable, FLOAT_BITS if low is None else bits)
         mixin = LinearInRuns if "weight_0_0" in given else low
-        sliced = any(any(self.axes(name)) for name in self._buffers)
-        buffers = self.sliced(sizes, self._buffers) if sliced else None
-        attributes = self.attributes(sizes)
+        buffers, attributes = self._buffers_of(sizes), self.attributes(sizes)
         return view_module(self.shell, parameters=given, buffers=buffers, mixin=mixin, **attributes)
+
+    def _buffers_of(self, sizes: tuple[int, ...]) -> Any:
+        """Return the buffers of the subnets of these `sizes`: their registry if no axis follows a part."""
+        follows = any(any(self.axes(name)) for name in self._buffers)
+        return self.sliced(sizes, self._buffers) if follows else self._buffers
 
     def parameters_of(
         self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS
@@ -508,9 +511,7 @@ class Operator(ReadThrough):
         if self.precision_dim is not None and run.row[self.precision_dim] != FLOAT_BITS and not self.training:
             return self.bind(run.row)
         sizes, attributes = self.sizes_of(run.row)
-        buffers: Any = self._buffers
-        if buffers and any(any(self.axes(name)) for name in buffers):
-            buffers = self.sliced(sizes, buffers)
+        buffers = self._buffers_of(sizes)
         if buffers and self.training and not run.is_largest:
             buffers = {n: None if b is None else b.detach().clone() for n, b in buffers.items()}
         module = called_module(self, self.tensors(sizes), buffers, self._modules, attributes)

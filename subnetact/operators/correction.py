@@ -17,7 +17,7 @@ from subnetact.errors import PrecisionError
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import Low
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.operators.view_module import Corrected, mix_inside_
+from subnetact.operators.view_module import Corrected, mix_in_
 
 NAMES = ("correction_down", "correction_up", "correction_bias")
 
@@ -49,7 +49,7 @@ def correct_(module: Any, correction: Correction, trainable: bool = False) -> nn
     own = [t for t in module._parameters.values() if t is not None]
     like = own[0] if own and not isinstance(module, Low) else correction.bias
     given = [nn.Parameter(t.to(like.device, like.dtype), requires_grad=trainable) for t in correction]
-    mix_inside_(module, CorrectedLayer)
+    mix_in_(module, CorrectedLayer)
     parameters = {**module._parameters, **dict(zip(NAMES, given, strict=True))}
     object.__setattr__(module, "_parameters", parameters)
     return module  # type: ignore[no-any-return]

@@ -70,12 +70,9 @@ class Keeping:
         if self.outside():
             self._leave(self)
 
-    def settle(self, in_forward: bool) -> None:
-        """Give the view its own settings, if it has none and somebody outside reads them.
-
-        Most often its forward reads them, as its code tells (`in_forward`): a look at all frames takes long.
-        """
-        if not in_forward and self.outside():
+    def settle(self) -> None:
+        """Give the view its own settings, if it has none and somebody outside reads them."""
+        if self.outside():
             with _settling:
                 view = self._view()
                 if self.settings is None and view is not None:
@@ -154,16 +151,6 @@ def keep_(module: nn.Module, keeping: Keeping) -> None:
             keep_(child, keeping)
 
 
-@cache
-def _forward_codes(cls: Any) -> set[Any]:
-    """Return the code objects of the forward of a class and of its bases, and of what decorates it."""
-    parts: list[Any] = [vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)]
-    for part in parts:  # Functions have code, in which there may be other code.
-        parts += [getattr(part, name) for name in ("__wrapped__", "__code__") if hasattr(part, name)]
-        parts += getattr(part, "co_consts", ())
-    return set(parts)
-
-
 class _Setting:
     """An attribute of modules of views that is the view's own for whoever reads it outside of its forward."""
 
@@ -175,8 +162,8 @@ class _Setting:
         if self.name not in attributes:
             return getattr(super(_View, cls if view is None else view), self.name)
         keeping: Keeping | None = attributes.get("_keeping")
-        if keeping is not None and keeping.copies is None and not torch.compiler.is_compiling():
-            keeping.settle(sys._getframe(1).f_code in _forward_codes(cls))
+        if keeping is not None and keeping.copies is None:
+            keeping.settle()
         return attributes[self.name]
 
     def __set__(self, view: Any, value: Any) -> None:
@@ -243,7 +230,7 @@ class _View(nn.Module):
     def __copy__(self) -> nn.Module:
         keeping: Keeping | None = self.__dict__.get("_keeping")
         if keeping is not None:
-            keeping.settle(False)  # A copy has the sizes of the subnet, too.
+            keeping.settle()  # A copy has the sizes of the subnet, too.
         copied: nn.Module = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -335,15 +322,20 @@ def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 
 @cache
-def mixed_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+def mixed_class(mixin: type, cls: Any) -> type[nn.Module]:
     """Return a subclass of both, one per pair, in which the methods of the first take precedence."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
-    """Put a class before the class of one module, in place; return the module, whose class keeps its name."""
+    """Put a class before the one that a module stands for, in place, and return the module.
+
+    Its class keeps its name, and a module of a view stays one.
+    """
+    cls: Any = type(module)
+    mixed: Any = mixed_class(mixin, cls.__mro__[2] if is_view(module) else cls)
     # A plain assignment would give the module's dictionary keys of its own; modules of views share them.
-    object.__setattr__(module, "__class__", mixed_class(mixin, type(module)))  # type: ignore[arg-type]
+    object.__setattr__(module, "__class__", mixed_class(_View, mixed) if is_view(module) else mixed)
     return module
 
 
@@ -365,13 +357,6 @@ class Corrected(Extractable):
 def _remade(*kinds: Any) -> nn.Module:
     module: nn.Module = object.__new__(reduce(lambda cls, kind: mixed_class(kind, cls), reversed(kinds)))
     return module
-
-
-def mix_inside_(module: nn.Module, mixin: type) -> None:
-    """Put a class before the one that a module stands for, in place; a module of a view stays one."""
-    cls: Any = type(module)
-    inner: Any = mixed_class(mixin, cls.__mro__[2] if is_view(module) else cls)
-    object.__setattr__(module, "__class__", mixed_class(_View, inner) if is_view(module) else inner)
 
 
 def is_view(module: nn.Module) -> bool:
