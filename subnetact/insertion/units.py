@@ -120,8 +120,6 @@ def unit_groups(supernet: Supernet, trial: Trial) -> list[UnitGroup]:
         unstated = [part for part in parts if not any(part in group.parts for group in stated)]
         groups = stated + trial.shown(unstated)
         found = trial.passing(groups)
-        if len(found) < len(groups) and trial.exact():  # Some networks amplify rounding.
-            found += trial.passing([group for group in groups if group not in found])
         # Two units have one other order, which half of them were tried in.
         sure = all(group.stated and group.units > 2 for group in found)
         found = found if sure else trial.passing(found, again=True)
@@ -151,6 +149,7 @@ class Trial:
         self._copy = disturbed_copy(network).eval()
         self.row = row
         self._mode: Callable[[], Any] = nullcontext
+        self._modes: tuple[Callable[[], Any], ...] = (_Double, nullcontext)  # not tried yet
         halves = torch.float16, torch.bfloat16
         self._inputs = [map_tensors(lambda t: t.float() if t.dtype in halves else t, x)]
         if any(p.dtype in halves for p in self._copy.parameters()):
@@ -168,10 +167,15 @@ class Trial:
         self._inputs += others
         self._expected += [outputs_of(view, other) for other in others]
 
-    def exact(self) -> bool:
-        """Go on in double precision, if it is not so yet, and tell whether the network runs in it."""
-        is_double = any(p.dtype is torch.float64 for p in self._copy.parameters())
-        for mode in () if is_double else (_Double, nullcontext):
+    def stays(self, wanted: Mapping[UnitGroup, Tensor]) -> bool:
+        """Tell whether the outputs stay when the units of groups are brought into an order."""
+        found = self._permuted(wanted, lambda view: [outputs_of(view, x) for x in self._inputs])
+        return equal(found, self._expected, WHOLE) or (self._exact() and self.stays(wanted))
+
+    def _exact(self) -> bool:
+        """Go on in double precision, as some networks amplify rounding; tell whether that is new."""
+        modes, self._modes = self._modes, ()
+        for mode in modes:
             with mode():
                 double = in_double(self._copy, self.row, self._inputs)
             if double is not None:
@@ -180,18 +184,12 @@ class Trial:
                 return True
         return False
 
-    def stays(self, wanted: Mapping[UnitGroup, Tensor]) -> bool:
-        """Tell whether the outputs stay when the units of groups are brought into an order."""
-        found = self._permuted(wanted, lambda view: [outputs_of(view, x) for x in self._inputs])
-        return equal(found, self._expected, WHOLE)
-
     def passing(self, groups: Sequence[UnitGroup], again: bool = False) -> list[UnitGroup]:
         """Return the groups whose units can change places."""
         fit = [g for g in groups if g.lacks is None and self._not_shown(g) is None]
         fit.sort(key=lambda group: len(group.parts))  # The large ones fail more often: they lie side by side.
-        orders, stated = _shuffled(fit, again), all(group.stated for group in fit)
-        if not fit or self.stays(orders) or (stated and self.exact() and self.stays(orders)):
-            return fit  # Some networks amplify rounding, and what is stated is right nearly always.
+        if not fit or self.stays(_shuffled(fit, again)):
+            return fit
         half = len(fit) // 2
         return self.passing(fit[:half], again) + self.passing(fit[half:], again) if half else []
 
