@@ -73,20 +73,6 @@ class Actuation:
         inner: dict[str, Any] = {"_changes": {}, "_calls": {}, "_buffered": (None, [])}
         return {**vars(self), "supernet": type(None), **inner}
 
-    def leave(self, network: nn.Module) -> None:
-        """Watch the calls of a network no longer."""
-        held = vars(network)
-        ours = [n for name in _HOOKS for n, hook in held[name].items() if hook in (self.begin, self.end)]
-        for name in _HOOKS:
-            for number in ours:
-                held[name].pop(number, None)
-
-    def leave_view(self, view: nn.Module) -> None:
-        """Watch the calls of a view, which has the hooks of its network, no longer."""
-        for name in _HOOKS:
-            object.__setattr__(view, name, OrderedDict(vars(view)[name]))
-        self.leave(view)
-
     def now(self) -> Run:
         """Return the subnet that runs in this thread or task, or did when a graph was made that is run back.
 
@@ -191,6 +177,22 @@ class Actuation:
                         buffer.copy_(value)
                 if module._buffers[name] is not buffer:
                     module._buffers[name] = buffer
+
+
+def leave_(network: nn.Module) -> None:
+    """Let no `Actuation` watch the calls of a network any longer."""
+    held = vars(network)
+    hooks = [(number, hook) for name in _HOOKS for number, hook in held[name].items()]
+    for number in [n for n, hook in hooks if isinstance(getattr(hook, "__self__", None), Actuation)]:
+        for name in _HOOKS:
+            held[name].pop(number, None)
+
+
+def leave_view_(view: nn.Module) -> None:
+    """Let no `Actuation` watch the calls of a view, which has the hooks of its network."""
+    for name in _HOOKS:
+        object.__setattr__(view, name, OrderedDict(vars(view)[name]))
+    leave_(view)
 
 
 def numbers_of_layers(network: nn.Module, row: SizeRow) -> dict[str, Any]:

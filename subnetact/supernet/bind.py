@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from subnetact.operators.actuation import numbers_of_layers
+from subnetact.operators.actuation import leave_view_, numbers_of_layers
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
@@ -43,7 +43,9 @@ def bind(
             done[id(module)] = bind_module(module, row, visit, norm, trainable, frozen)
         return done[id(module)]
 
-    return visit("", network)
+    view = visit("", network)
+    leave_view_(view)
+    return view
 
 
 def private_buffers() -> Callable[[Tensor], Tensor]:

@@ -64,6 +64,4 @@ def _trainable(supernet: Any, spec: SubnetSpec) -> nn.Module:
     run = supernet._actuation.run_of(supernet.space, spec)
     copies = None if run.is_largest else private_buffers()
     norm = partial(SubnetNorm.module_of, run=run)
-    network = bind(supernet.network, run.row, norm, trainable=True, frozen=copies)
-    supernet._actuation.leave_view(network)
-    return network
+    return bind(supernet.network, run.row, norm, trainable=True, frozen=copies)

@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from subnetact.errors import InsertError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
-from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, plain_trainer_error
+from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, leave_, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.correction import merge_
 from subnetact.operators.kernel_table import require_precision
@@ -462,7 +462,7 @@ class Supernet(ReadThrough):
         operators = operators_in(elastic)
         for operator in operators:
             operator.template.training = operator.training
-        self._actuation.leave(elastic)
+        leave_(elastic)
         exchange_modules_(elastic, {operator: operator.template for operator in operators})
         network: nn.Module = template_of(elastic)
         vars(network).pop(OF_LAYERS, None)

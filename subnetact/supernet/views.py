@@ -46,7 +46,6 @@ def bound_view(
         bind_norm, _ = binding_of(spec, sizes, statistics, fresh)
         require_whole(network := supernet._present())
         view = bind(network, sizes, bind_norm, fresh, None if fresh else supernet._views.frozen)
-        supernet._actuation.leave_view(view)
         for path, correction in statistics.corrections().items() if hooked and statistics is not None else ():
             correct_(view.get_submodule(path), correction)
         own_state_(view, () if fresh else supernet.state)

@@ -155,6 +155,17 @@ def test_an_engine_runs_a_network_with_a_state_as_a_view_and_shows_it_by_its_che
         torch.testing.assert_close(engine(x, 0), by_hand.extract(by_hand.space.smallest())(x))
 
 
+def test_a_supernet_that_runs_another_subnet_is_checked_as_any_other(digits: Supernet) -> None:
+    """While a network itself runs a narrow subnet, it puts statistics back: no write of its forward."""
+    x = torch.zeros(1, 1, 16, 16).normal_(generator=torch.Generator().manual_seed(0))
+    small = digits.space.smallest()
+    subnetact.calibrate(digits, [small], [x.expand(4, -1, -1, -1)], progress=False)
+    digits.actuate(small)
+    digits.check(x, thorough=False)
+    assert not digits.state
+    assert subnetact.Engine(digits, [small], example=x, memory_budget_mb=64).pin(0)
+
+
 THETA = {"rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
 ROTARY: dict[str, tuple[str, dict[str, Any]]] = {
