@@ -60,7 +60,6 @@ TRAITS = LayerTraits(
     sizes={"out": "out_features", "in_": "in_features"},
     reads="in_",
     mixes=True,
-    fresh=True,
     finite=True,
 )
 register_layer(Gated, replace(TRAITS, operator=GatedSlice))
