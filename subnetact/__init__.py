@@ -60,13 +60,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     digits           136    18      7
     calibration      687   166      1
     latency          525   280      5
-    training        1233   324      5
+    training        1222   324      5
     elastic          824   186      1
     engine          2561   706      5
     workers          562    96      0
     costs            281    72      4
     nas              879   378      8
-    profile         1219   277      1
+    profile         1214   277      1
     serving         4696  1917     34
     generation      1639   500     13
     export          1003   394      7
@@ -74,7 +74,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           1769   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31698  9319    202
+    all            31682  9319    202
 
 The README has a glossary of the words that are used here.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -351,9 +351,9 @@ def score_layers(
     journal = Journal(resume, facts)
     slots = ((axis.name, at, slot) for axis in space.axes for at, slot in enumerate(axis.slots))
     every = ((axis, at, value) for axis, at, slot in slots if axis != PRECISION for value in slot.choices)
-    scores = LayerScores(supernet, split[0][0], dict.fromkeys(every, 0.0), moment)
-    largest = space.largest()
-    variants = {c: spec for c in scores.losses if (spec := scores._with(largest, [c])) != largest}
+    losses, largest = dict.fromkeys(every, 0.0), space.largest()
+    scores = LayerScores(supernet, split[0][0], losses, moment)
+    variants = {c: spec for c in losses if (spec := scores._with(largest, [c])) != largest}
     fresh = [s for s in dict.fromkeys([largest, *variants.values()]) if not is_calibrated(supernet, s)]
     with journal.fields():
         measured: dict[tuple[int, Choice], float] = {
@@ -377,9 +377,9 @@ def score_layers(
                     bar.update()
     finally:
         supernet.norms.drop(fresh)
-    losses = {c: sum(measured[i, c] for i in range(len(split))) / len(split) for c in variants}
+    losses |= {c: sum(measured[i, c] for i in range(len(split))) / len(split) for c in variants}
     scores._require_weights()
-    return replace(scores, losses={**scores.losses, **losses})
+    return scores
 
 
 class _Runs:

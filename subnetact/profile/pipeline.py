@@ -32,7 +32,7 @@ from subnetact.latency.arrays import ascending_sizes, percentages, warn_of_fract
 from subnetact.latency.pareto import non_dominated
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import TimedRunner, check_mode, mode_options
-from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets, what_is_wanted
+from subnetact.profile.selection import SelectionRequest, Wanted, select_subnets
 from subnetact.profile.source import RANDOM_PREFIX, ProfileSource, calibration_batches
 from subnetact.profile.sweep import BATCH_SIZES, Sweep, SweepSettings, environment, weights_of
 from subnetact.spec import SubnetSpec
@@ -110,7 +110,7 @@ def checked(
     batches: Iterable[Any] = ()
     if job.calibrate_on:
         batches = calibration_batches(job.calibrate_on, source.sample, job.request.seed)
-    return what_is_wanted(source, job.request), batches
+    return Wanted(source, job.request), batches
 
 
 def _require_own(path: Path, command: Sequence[str]) -> None:

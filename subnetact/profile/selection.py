@@ -95,16 +95,21 @@ class SelectionRequest:
         return None if self.subnets == "all" or self.count is not None else self.subnets
 
 
-@dataclass(frozen=True)
 class Wanted:
     """What a request comes to; `specs` is None if they are to be searched, `accuracy` if none is known."""
 
-    source: ProfileSource
-    request: SelectionRequest
-    specs: list[SubnetSpec] | None
-    accuracy: AccuracyFunction | None
-    origin: str
-    remeasure_accuracy: AccuracyFunction | None = None
+    def __init__(self, source: ProfileSource, request: SelectionRequest) -> None:
+        """Refuse what is impossible."""
+        self.source, self.request, self.specs = source, request, _listed(source, request)
+        if self.specs is None and request.fit_subnets:
+            require_scipy()
+        self.accuracy, self.origin = _accuracy(source, request, self.specs)
+        self.remeasure_accuracy: AccuracyFunction | None = None
+        if again := request.remeasure_accuracy:
+            if self.specs is not None or self.accuracy is None:
+                raise SpecError(f"remeasure_accuracy: {again} is for a search, --subnets N, with --accuracy")
+            self.remeasure_accuracy = _named_accuracy(again, source)[0]
+            self.origin += f", then {again}"
 
 
 @dataclass(frozen=True)
@@ -114,18 +119,6 @@ class Selection:
     specs: list[SubnetSpec]
     accuracy: list[float | None]
     facts: dict[str, Any]
-
-
-def what_is_wanted(source: ProfileSource, request: SelectionRequest) -> Wanted:
-    """Return what a request comes to; refuse what is impossible."""
-    specs = _listed(source, request)
-    if specs is None and request.fit_subnets:
-        require_scipy()
-    accuracy, origin, again = *_accuracy(source, request, specs), request.remeasure_accuracy
-    if again and (specs is not None or accuracy is None):
-        raise SpecError(f"remeasure_accuracy: {again} is for a search, --subnets N, with --accuracy")
-    remeasure = _named_accuracy(again, source)[0] if again else None
-    return Wanted(source, request, specs, accuracy, f"{origin}, then {again}" if again else origin, remeasure)
 
 
 def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec] | None:

@@ -111,8 +111,7 @@ def distill_(
         raise TrainingError("no parameter of the supernet requires gradients; call supernet.requires_grad_()")
     if settings.optimizer is not None:
         _check_optimizer(settings.optimizer, parameters)
-    rank, processes = rank_and_count()
-    settings = replace(settings, progress=settings.progress and rank == 0)
+    settings = replace(settings, progress=settings.progress and rank_and_count()[0] == 0)
     copy_from_first_([*supernet.parameters(), *supernet.buffers()])
     chosen: Any = FROZEN if teacher is None and not task.learns else teacher
     former = supernet.norms.to_like(None)
@@ -126,16 +125,7 @@ def distill_(
             calibrate(supernet, [space.largest()], inputs, progress=settings.progress)
             chosen = supernet.extract(space.largest()).eval().requires_grad_(False)
             measurement.teacher = chosen
-        run = TrainingRun(
-            supernet=supernet,
-            settings=settings,
-            stream=BatchStream(batches, settings.seed, rank, processes),
-            processes=processes,
-            task=task,
-            teacher=chosen,
-            optimizer=settings.optimizer or torch.optim.AdamW(parameters, settings.learning_rate),
-            scaler=torch.amp.GradScaler(device.type, enabled=settings.autocast is torch.float16),
-        )
+        run = TrainingRun(supernet, settings, batches, task, chosen)
         environment = {
             **settings.to_json(),
             "teacher": teacher if isinstance(teacher, str | None) else "a network",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.load import warn_caller
 from subnetact.supernet.supernet import Supernet
 from subnetact.training.batch_stream import BatchStream
-from subnetact.training.processes import agreed
+from subnetact.training.processes import agreed, rank_and_count
 from subnetact.training.progress_bar import progress_bar
 from subnetact.training.sandwich import average_gradients, sandwich_step
 from subnetact.training.settings import Distillation
@@ -36,7 +35,6 @@ LEAST_TRAINING = 0.5
 """So much of the minutes is left to the steps, however long the rest takes."""
 
 
-@dataclass
 class TrainingRun:
     """The steps of a distillation.
 
@@ -44,16 +42,17 @@ class TrainingRun:
     `buffers` are copies of the last save.
     """
 
-    supernet: Supernet
-    settings: Distillation
-    stream: BatchStream
-    processes: int
-    task: Task
-    teacher: Callable[..., Any] | None
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    facts: dict[str, Any] = field(default_factory=dict)
-    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    def __init__(
+        self, supernet: Supernet, settings: Distillation, batches: Iterable[Any], task: Task, teacher: Any
+    ) -> None:
+        self.supernet, self.settings, self.task, self.teacher = supernet, settings, task, teacher
+        self.stream = BatchStream(batches, settings.seed, *rank_and_count())
+        trained = [parameter for parameter in supernet.parameters() if parameter.requires_grad]
+        self.optimizer = settings.optimizer or torch.optim.AdamW(trained, settings.learning_rate)
+        scaled = settings.autocast is torch.float16
+        self.scaler = torch.amp.GradScaler(supernet.device.type, enabled=scaled)
+        self.facts: dict[str, Any] = {}
+        self.buffers: list[tuple[Tensor, Tensor]] = []
 
     def go_on(self, state: TrainingState) -> None:
         """Take the steps that are left, and save from time to time and at the end."""
@@ -114,7 +113,7 @@ class TrainingRun:
         for _ in range(settings.accumulate):
             for spec, loss in self._gradients(chosen).items():
                 sums[spec] = sums[spec] + loss / settings.accumulate
-        if self.processes > 1:
+        if (processes := rank_and_count()[1]) > 1:
             average_gradients(self.supernet)
         self.scaler.unscale_(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -122,7 +121,7 @@ class TrainingRun:
         # All numbers in one tensor: reading it is what a step waits for.
         scalars = [scalar.to(length.device, torch.float32) for scalar in (*sums.values(), length)]
         *losses, norm = torch.stack(scalars).tolist()
-        if self.processes == 1 and (wild := [loss for loss in losses if not math.isfinite(loss)]):
+        if processes == 1 and (wild := [loss for loss in losses if not math.isfinite(loss)]):
             raise self._not_finite(f"a loss is {wild[0]}")  # Of several, the average will not be, either.
         # A scaler takes no step where gradients overflow, and scales them less: below 1, it is of no use.
         if not math.isfinite(norm) and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0):
