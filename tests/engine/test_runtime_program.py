@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 IMAGE = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["onnxruntime", "openvino"])
+@pytest.fixture(params=["onnxruntime", pytest.param("openvino", marks=pytest.mark.heavy)])
 def backend(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)

@@ -181,7 +181,14 @@ def engine(digits: Supernet) -> Engine:
     return Engine(digits, specs, example=EXAMPLE[None])
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=[pytest.mark.heavy] * (mode == "openvino"))
+        for mode in MODES
+        if mode not in ("graphs", "compile")
+    ],
+)
 def test_every_mode_runs_the_subnet_it_times(engine: Engine, mode: str) -> None:
     supernet, specs = engine.supernet, engine.specs
     engine = Engine(supernet, specs, example=EXAMPLE[None], **mode_options(mode, 64))

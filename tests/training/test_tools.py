@@ -16,6 +16,7 @@ from subnetact.training import SandwichTraining
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "train_with_tools.md"
 
 
+@pytest.mark.heavy
 def test_every_block_of_the_page_runs_in_two_processes(tmp_path: Path) -> None:
     for name in ("transformers", "accelerate"):
         pytest.importorskip(name)
