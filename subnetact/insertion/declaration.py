@@ -250,9 +250,11 @@ def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator
             writers = [m.module for m in linear if m.part == "out"]
             blocks = list(dict.fromkeys(filter(None, map(observed.block_of, writers))))
             variants: list[Group] = []
-            if group.full > 1 and min(m.multiple for m in linear) > 1:
+            multiples = {m.multiple for m in linear}
+            if max(multiples) > 1:
                 variants = [*_with_heads(observed, group, writers, blocks)]
-            elif len(blocks) == 1 and group.axis != "width" and _is_within(observed, group, blocks[0]):
+            neurons = not variants and 1 in multiples and len(blocks) == 1 and group.axis != "width"
+            if neurons and _is_within(observed, group, blocks[0]):
                 variants = [_with_neurons(observed, group, linear)]
             if variants:
                 yield _Proposal(variants[0].name, variants, layers=[m.module for m in linear])

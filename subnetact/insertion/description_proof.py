@@ -246,7 +246,8 @@ def advice_on(slot: Any, why: str) -> str:
     if ALIGNED in why:
         return "; choose sizes that keep to this, or call model.set_experts_implementation('eager') first"
     members = getattr(slot, "members", ())
-    sizes = ", ".join(m.part for m in members if m.operator is ElasticAttribute and "." not in m.part)
+    numbers = [m.part for m in members if m.operator is ElasticAttribute and "." not in m.part]
+    sizes = ", ".join(dict.fromkeys(numbers))
     if not sizes and "size" not in why:
         return ""
     return f"; where the forward shapes tensors by {sizes or 'a number'}, use the tensor's own size or -1"

@@ -196,18 +196,20 @@ def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> Non
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
-def test_heads_go_though_a_block_returns_a_number_per_head() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_heads_go_though_a_layer_or_a_block_has_one_number_per_head(gated: bool) -> None:
     def attention(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (m.query, m.key, m.value))
         shares = (q @ k.mT).softmax(-1)
-        return m.out((shares @ v).transpose(1, 2).flatten(2)), shares
+        heads = (shares @ v).transpose(1, 2) * (m.gate(x).sigmoid().unsqueeze(-1) if gated else 1)
+        return m.out(heads.flatten(2)), shares
 
     def block(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y, shares = m.attention(x)
         return x + y, shares
 
     layers: Any = dict.fromkeys(("query", "key", "value", "out"), (16, 16))
-    attentions = [Written(attention, **layers) for _ in range(2)]
+    attentions = [Written(attention, **layers, gate=(16, 4)) for _ in range(2)]
     for one in attentions:
         one.num_heads = 4  # type: ignore[assignment]
     blocks = nn.Sequential(*(Written(block, attention=one) for one in attentions))
