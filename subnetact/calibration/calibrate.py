@@ -17,8 +17,7 @@ from tqdm import tqdm
 from subnetact import __version__
 from subnetact.calibration.corrections import CorrectionRun
 from subnetact.calibration.run import CalibrationRun
-from subnetact.device import ran_out_of_memory
-from subnetact.errors import SpecError, StaleWeights, SubnetActError
+from subnetact.errors import SpecError, StaleWeights
 from subnetact.files.documents import StrPath, checksum
 from subnetact.files.journal import Journal
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
@@ -324,10 +323,8 @@ def _pass(
                     bar.update()
                     require()
                     kept.save(due=False)
-            except Exception as error:
+            except Exception:
                 require()
-                if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
-                    run.explain(x)
                 raise
             if unchecked is not None:
                 check_once(unchecked, x)

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.shared_calls import SharedCalls
-from subnetact.errors import InsertError, SpecError
+from subnetact.device import raise_if_explained
+from subnetact.errors import InsertError, SpecError, SubnetActError
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, map_tensors
 from subnetact.supernet.bind import bind, private_buffers
-from subnetact.supernet.failure import failure, not_running
+from subnetact.supernet.failure import not_running
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
@@ -50,22 +51,19 @@ class CalibrationRun:
     def batch(self, x: Any) -> Iterator[SubnetSpec]:
         """Run a tensor, or a tuple or dictionary of tensors, and yield each subnet when it is done."""
         for spec, (view, _) in list(zip(self.specs, self._bound, strict=True))[self._done :]:
-            call_with(view, map_tensors(Tensor.clone, x))  # A forward may overwrite its input.
+            try:
+                call_with(view, map_tensors(Tensor.clone, x))  # A forward may overwrite its input.
+            except Exception as error:
+                raise_if_explained(error, SubnetActError)
+                full, _ = self._bind(self._supernet.space.largest())
+                advice = "give batches that the network takes, images as (N, C, H, W)"
+                why, runs = not_running(view, error, x, full, describe_input(x), advice)
+                raise (InsertError if runs else SpecError)(f"calibrate: {spec} {why}") from error
             self.calls.keep(self._memory)
             self._done += 1
             yield spec
         self.calls.keep(0)
         self.finished, self._done = self.finished + 1, 0
-
-    def explain(self, x: Any) -> None:
-        """Raise an error that says why a batch could not be run, if a subnet fails on it."""
-        for spec in self.specs:
-            view, _ = self._bind(spec)
-            if (error := failure(view, x)) is not None:
-                full, _ = self._bind(self._supernet.space.largest())
-                advice = "give batches that the network takes, images as (N, C, H, W)"
-                why, runs = not_running(view, error, x, full, describe_input(x), advice)
-                raise (InsertError if runs else SpecError)(f"calibrate: {spec} {why}") from error
 
     # -- results ---------------------------------------------------------------------------------
 

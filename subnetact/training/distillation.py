@@ -132,10 +132,9 @@ def distill_(
             "subnets": [spec.key for spec in specs],
             "weights": "" if settings.resume is None else supernet.fingerprint(),
         }
-        kept = {"scheduler": settings.scheduler} if settings.scheduler is not None else {}
-        if run.scaler.is_enabled():
-            kept["scaler"] = run.scaler
-        state = TrainingState(settings.resume, environment, supernet, run.optimizer, kept)
+        others = {} if settings.scheduler is None else {"scheduler": settings.scheduler}
+        others["scaler"] = run.scaler
+        state = TrainingState(settings.resume, environment, supernet, run.optimizer, others)
         done = state.load()
         if done is None:
             try:
