@@ -179,20 +179,16 @@ class Actuation:
                     module._buffers[name] = buffer
 
 
-def leave_(network: nn.Module) -> None:
-    """Let no `Actuation` watch the calls of a network any longer."""
+def leave_(network: nn.Module, view: bool = False) -> None:
+    """Let no `Actuation` watch the calls of a network any longer, or of a `view`, which has its hooks."""
     held = vars(network)
     hooks = [(number, hook) for name in _HOOKS for number, hook in held[name].items()]
-    for number in [n for n, hook in hooks if isinstance(getattr(hook, "__self__", None), Actuation)]:
-        for name in _HOOKS:
-            held[name].pop(number, None)
-
-
-def leave_view_(view: nn.Module) -> None:
-    """Let no `Actuation` watch the calls of a view, which has the hooks of its network."""
-    for name in _HOOKS:
-        object.__setattr__(view, name, OrderedDict(vars(view)[name]))
-    leave_(view)
+    ours = [n for n, hook in hooks if isinstance(getattr(hook, "__self__", None), Actuation)]
+    for name in _HOOKS if ours else ():
+        left = OrderedDict(held[name]) if view else held[name]
+        for number in ours:
+            left.pop(number, None)
+        object.__setattr__(network, name, left)
 
 
 def numbers_of_layers(network: nn.Module, row: SizeRow) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from subnetact.operators.actuation import leave_view_, numbers_of_layers
+from subnetact.operators.actuation import leave_, numbers_of_layers
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
@@ -43,9 +43,7 @@ def bind(
             done[id(module)] = bind_module(module, row, visit, norm, trainable, frozen)
         return done[id(module)]
 
-    view = visit("", network)
-    leave_view_(view)
-    return view
+    return visit("", network)
 
 
 def private_buffers() -> Callable[[Tensor], Tensor]:
@@ -90,6 +88,8 @@ def bind_module(
         object.__setattr__(bound, "training", module.training)
     if "_shell" in vars(module):  # It has no hooks; the operator and its template may.
         vars(bound).update({name: hooks for name in HOOKS if (hooks := vars(module)[name])})
+    if vars(bound)["_forward_pre_hooks"]:  # Those of a network would run its active subnet.
+        leave_(bound, view=True)
     return bound
 
 
