@@ -271,7 +271,8 @@ def _with_neurons(observed: Observation, group: Group, linear: Sequence[Member])
     """Return the group of a feed-forward network, with the numbers of neurons that its module states."""
     home = _common([m.module for m in linear])
     if home in observed.blocks:
-        return replace(group, name=f"{linear[0].module}.ffn", axis="ffn")
+        first = next(m.module for m in linear if m.part == "out")
+        return replace(group, name=f"{first}.ffn", axis="ffn")
     numbers = own_numbers(observed.modules[home], vocabulary.NEURONS, group.full)
     end = [Member(home, name, ElasticAttribute) for name in numbers if home in observed.calls]
     return replace(
