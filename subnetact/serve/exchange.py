@@ -22,10 +22,6 @@ CommonModel = TypeVar("CommonModel", bound="Terms")
 Raw = bytes | bytearray
 
 LATER = {"Retry-After": "1"}
-ROUTES = {
-    404: ("NotFound", "there is no such address"),
-    405: ("MethodNotAllowed", "this address takes another method, which the header `allow` names"),
-}
 DROPPED = {"QueueFull": "rejected-saturated", "DeadlinePassed": "rejected-ttl-expired"}
 """What the header `x-llm-d-request-dropped-reason` says of a request that was refused or expired."""
 JSON = "application/json"
@@ -121,8 +117,11 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, ClientDisconnect):
         return Refusal(*GONE)
     if isinstance(error, HTTPException):  # of Starlette's routes
-        kind, message = ROUTES.get(error.status_code, ("HTTPException", "this is no request of this server"))
-        return Refusal(error.status_code, kind, f"{message}; /openapi.json lists all", error.headers)
+        kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(error.status_code, "HTTPException")
+        message = "there is no such address; /openapi.json lists all"
+        if error.status_code == 405:
+            message = "this address takes other methods, which the header `allow` names"
+        return Refusal(error.status_code, kind, message, error.headers)
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
     if status is None:
         _repeated.log(logging.ERROR, "a request raised an unexpected error", error=error)
