@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, first_line
-from subnetact.insertion.description import Group, Member, without_numbers
+from subnetact.insertion.description import Group, Member
 from subnetact.insertion.recorder import Recording, called_name, recorded
 from subnetact.insertion.relations import Masks, Mixed, Relations, is_grid, shape_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
@@ -70,7 +70,6 @@ class TracedModel:
         self.recording: Recording | None = None
         self.failure: InsertError | None = None
         self._answers: dict[str, Group | _Refused] = {}
-        self._counts: dict[tuple[str, int], int] = {}
         _name_numbers_(model)
         try:
             self.recording = _recorded(model, example)
@@ -170,9 +169,7 @@ class TracedModel:
 
         A unit is as few first outputs as reach, without others, everything that the half reaches.
         """
-        alike = without_numbers(axis[0]), outputs
-        counts = [n for n in range(1, outputs // 2 + 1) if outputs % n == 0]
-        for count in dict.fromkeys([1, self._counts.get(alike, 1), *counts]):
+        for count in (n for n in range(1, outputs // 2 + 1) if outputs % n == 0):
             reached: set[Any] | None = None
             mixed = False
             try:
@@ -192,7 +189,6 @@ class TracedModel:
                 spans = zip(runs, ends, strict=True)
                 masks = self._removal(axis, [(e - (b - a) * (full - full // 2), e) for (a, b), e in spans])
                 if _parameters(masks) == reached:
-                    self._counts[alike] = count
                     return masks, each, full
         raise _Refused("its outputs are used in parts that are not equal, or only all of them together")
 
@@ -260,8 +256,8 @@ class TracedModel:
         removed: dict[tuple[str, str], tuple[type[Operator], _Runs]] = {}
         for key, mask in masks.items():
             if not isinstance(key, tuple):
-                if key.op == "get_attr":
-                    self._check_whole(key, masks)
+                if key.op == "get_attr" and self._relations.home(key) is None:
+                    raise _Refused(f"the constant {key.target} goes with it")
                 continue
             path, name, axis = key
             tensor = self._relations.tensor((path, name))
@@ -280,22 +276,9 @@ class TracedModel:
                     removed.setdefault((path, "features"), (LayerNormSlice, runs))
         return removed
 
-    def _check_whole(self, node: fx.Node, masks: Masks) -> None:
-        """Refuse a tensor of which other entries go than whole ones of its axes."""
-        home = self._relations.home(node)
-        if home is None:
-            raise _Refused(f"the constant {node.target} goes with it")
-        path, name = home
-        slabs = torch.zeros(shape_of(node), dtype=torch.bool)
-        for axis in range(slabs.dim()):
-            if (mask := masks.get((path, name, axis))) is not None:
-                slabs |= mask.view([-1 if i == axis else 1 for i in range(slabs.dim())])
-        if not torch.equal(slabs, masks[node].expand_as(slabs)):
-            raise _Refused(f"single elements of {path}.{name} go with it")
-
     def _effect(self, node: fx.Node) -> str:
         """Return what a function does with the outputs of a layer, where, and what that means."""
-        path, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", object)}).values()))
+        path, kind = next(reversed(node.meta["nn_module_stack"].values()))
         name = called_name(node)
         return (
             f"the forward {EFFECTS.get(name, 'moves or mixes')} its outputs, "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,28 +57,19 @@ def declared(
     trials = _Trials(observed)
     groups: list[Group] = []
     refused: dict[str, str] = {}
-
-    def settle(proposals: Iterable[_Proposal]) -> None:
-        for proposal in proposals:
-            elastic = {m.module for g in groups for m in g.members}
-            if not elastic.isdisjoint(proposal.layers):
-                continue
+    mixers = [*_state_spaces(observed), *_torch_attentions(observed)]
+    inside = [*_inside_of_blocks(observed, {layer for mixer in mixers for layer in mixer.layers})]
+    mixers += [proposal for proposal in inside if proposal.variants[0].axis == "heads"]
+    homes = [f"{_parent(mixer.name)}." for mixer in mixers]
+    others = [p for p in inside if p not in mixers and not p.layers[0].startswith(tuple(homes))]
+    experts = (_Proposal(*group) for group in expert_groups(observed.modules, observed.block_of))
+    for proposal in (*mixers, *others, *experts):
+        if {m.module for g in groups for m in g.members}.isdisjoint(proposal.layers):
             found = trials.first(proposal)
             if isinstance(found, Group):
                 groups.append(found)
-                refused.pop(found.name, None)
-            elif proposal.name not in {group.name for group in groups}:
+            else:
                 refused.setdefault(proposal.name, found)
-
-    mixers = [*_state_spaces(observed), *_torch_attentions(observed)]
-    settle(mixers)
-    inside = [*_inside_of_blocks(observed, {layer for mixer in mixers for layer in mixer.layers})]
-    heads = [proposal for proposal in inside if proposal.variants[0].axis == "heads"]
-    settle(heads)
-    mixers += heads
-    homes = [_parent(mixer.name) for mixer in mixers]
-    settle(p for p in inside if p not in heads and not any(p.layers[0].startswith(f"{h}.") for h in homes))
-    settle(_Proposal(*group) for group in expert_groups(observed.modules, observed.block_of))
     blocks = _blocks(observed, [m.module for g in groups for m in g.members], refused)
     if layer_stacks(model):
         channels = _stream(observed)
@@ -174,7 +165,7 @@ class _Proposal:
     """One size that may be elastic: the first of its variants that passes its trial.
 
     Attributes:
-        reason: why there is no variant.
+        reason: why there is no variant, if there is none.
         layers: the linear layers that a rule has looked at.
     """
 
@@ -236,9 +227,8 @@ def _torch_attentions(observed: Observation) -> Iterator[_Proposal]:
         if isinstance(module, nn.MultiheadAttention):
             width, out, name = int(module.head_dim), f"{path}.out_proj", f"{path}.heads"
             members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
-            several = module.num_heads > 1
-            variants = [Group(name, "heads", module.num_heads, members)] if several else []
-            yield _Proposal(name, variants, "" if several else "it has one head only", [path, out])
+            variants = [Group(name, "heads", module.num_heads, members)] * (module.num_heads > 1)
+            yield _Proposal(name, variants, "it has one head only", [path, out])
 
 
 def _inside_of_blocks(observed: Observation, taken: Collection[str]) -> Iterator[_Proposal]:
@@ -285,19 +275,14 @@ def around(path: str) -> list[str]:
     return [path, *(around(_parent(path)) if path else [])]
 
 
-def _heads_in(observed: Observation, path: str) -> int:
-    """Return the number of heads that an attention states; 0 for other modules."""
-    named = "attention" in type(observed.modules[path]).__name__.lower()
-    return _number(observed, path, vocabulary.HEADS, inherited=named)
-
-
 def _with_heads(
     observed: Observation, group: Group, writers: Sequence[str], blocks: Sequence[str]
 ) -> Iterator[Group]:
     """Yield a group of heads with the numbers that modules state of them, those of widths at last."""
     block = blocks[0] if blocks else ""
     path = _common([w for w in writers if observed.block_of(w) == block] if blocks else writers)
-    heads = ((p, _heads_in(observed, p)) for p in around(path))
+    named = ((p, "attention" in type(observed.modules[p]).__name__.lower()) for p in around(path))
+    heads = ((p, _number(observed, p, vocabulary.HEADS, inherited)) for p, inherited in named)
     home = next((p for p, number in heads if number and number % group.full == 0), None)
     if home is None:
         return
@@ -390,13 +375,12 @@ class _Trials:
 
     def first(self, proposal: _Proposal) -> Group | str:
         """Return the first variant of a proposal that passes, or the reason why none does."""
-        why = proposal.reason
+        reasons: list[str] = []
         for group in proposal.variants:
-            reason = self._trial(group)
-            if not reason:
+            reasons.append(self._trial(group))
+            if not reasons[-1]:
                 return group
-            why = why or reason
-        return why or "it has no elastic layers"
+        return reasons[0] if reasons else proposal.reason
 
     def _trial(self, group: Group) -> str:
         """Return why a group is wrong, or an empty string."""

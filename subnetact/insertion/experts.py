@@ -79,7 +79,7 @@ def expert_groups(
                 for least in range(1, min(most, 3))
                 for members in routed
             ]
-            yield f"{home}.experts", groups, "a token visits one expert only" if most < 2 else ""
+            yield f"{home}.experts", groups, "a token visits one expert only"
             if stacked:
                 yield f"{home}.pool", *_pool(home, inside, [x for own in stacked.values() for x in own], most)
         for host, own in stacked.items():
@@ -155,7 +155,7 @@ def _neurons(host: str, modules: _Modules, stacked: _Stacked) -> tuple[list[Grou
             ]
             group = Group(name, "ffn", full, (*members, *end))
             variants += [group] if group not in variants else []
-    return variants, "" if variants else "its weights are no two layers of all experts"
+    return variants, "its weights are no two layers of all experts"
 
 
 def _pool(home: str, modules: _Modules, stacked: _Stacked, least: int) -> tuple[list[Group], str]:

@@ -119,10 +119,6 @@ def indexed(mask: Tensor, tables: Sequence[Tensor], known: Tensor) -> Tensor | N
     for n, table in zip(mask.shape, tables, strict=True):
         if n > 1:
             moved = moved & (table >= 0)
-    for axis in range(known.dim()):  # What is new along other axes goes with what lies around it.
-        if known.shape[axis] > 1 and moved.shape[axis] > 1:
-            others = [i for i in range(known.dim()) if i != axis]
-            moved = moved & (known.amax(others, keepdim=True) if others else known)
     return moved if bool(moved.any()) else None
 
 

@@ -309,9 +309,6 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             else:
                 groups.append(item)
         inside = {member.module for group in groups for member in group.members}
-        narrowed = {member.module for group in groups for member in group.members if member.part == "out"}
-        # Another rule, or the graph, has made these elastic.
-        refused = {n: why for n, why in refused.items() if n.removesuffix(".ffn") not in narrowed}
         whole = [name for name in unseen if name not in inside and name not in refused]
         refused |= dict.fromkeys(whole, "it does not run on the example, so it stays whole")
         if depth:
@@ -331,7 +328,8 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         refused |= {f"{path}.depth": why for path, why in broken.items()}
         alone = [DepthStage(f"{block}.depth", (block,)) for block in blocks]
         stages = alone if each_block else stages_of(blocks, observed.stacks.influence)
-    return groups, stages, refused
+    elastic = {group.name for group in groups}  # Another rule, or the graph, may have found what one refused.
+    return groups, stages, {name: why for name, why in refused.items() if name not in elastic}
 
 
 def _outside_of_layers(model: nn.Module, group: Group) -> bool:

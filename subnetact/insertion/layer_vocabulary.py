@@ -38,10 +38,6 @@ class LayerVocabulary:
         """Return the fields with the numbers in the model."""
         return {field: number for fields in self.stated.values() for field, number in fields.items()}
 
-    def layer_of(self, module: str) -> int:
-        """Return the number of the layer that a module is in."""
-        return int(module.removeprefix(f"{self.stack}.").partition(".")[0])
-
 
 def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Return the lists of as many layers as a configuration states that has a `per_layer_config`."""
@@ -135,7 +131,8 @@ class LayerConfigs:
         """Return what every choice of a slot says of the fields of layers."""
         words = self.vocabulary
         modules = getattr(slot, "blocks", None) or [slot.members[0].module]
-        layers = range(words.layers) if slot.axis == "stream" else [*map(words.layer_of, modules)]
+        inside = (module.removeprefix(f"{words.stack}.").partition(".")[0] for module in modules)
+        layers = range(words.layers) if slot.axis == "stream" else [*map(int, inside)]
 
         def meaning(size: int) -> dict[tuple[int, str], int]:
             if slot.axis == "depth":

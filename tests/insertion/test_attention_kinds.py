@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_state_spaces import TOKENS, filled, logits
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact import describe, insert_
 from subnetact.errors import InsertError
@@ -116,3 +116,14 @@ def test_pages_of_continuous_batching_hold_no_latents() -> None:
 def test_layers_with_a_state_are_not_named_after_the_heads_of_attention() -> None:
     space = describe(small("Qwen3Next", {**EXPERTS, **DELTA}), TOKENS, axes=("heads",)).space
     assert space.format(space.smallest()) == {"heads": [0.5, 0.5]}
+
+
+def test_heads_of_a_state_that_stay_whole_say_which_layer_half_of_them_does_not_fit() -> None:
+    class Stating(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input.view(*input.shape[:-1], 24))
+
+    model = small("Qwen3Next", {**EXPERTS, **DELTA})
+    model.model.layers[0].linear_attn.out_proj.__class__ = Stating
+    refused = describe(model, TOKENS, axes=("heads",)).refused
+    assert "out_proj (Stating)" in refused["model.layers.0.linear_attn.heads"]
