@@ -237,8 +237,9 @@ class Plan:
         with self._making:
             order = [*self.pinned, *sorted(served.keys() - set(self.pinned))]
             left = self.budget.limit
-            quiet = all(i in self._programs or i in self._reasons for i in order) or None
-            bar = tqdm(order, f"{self.backend} programs", delay=SHOW_AFTER_S, leave=False, disable=quiet)
+            progress = any(i not in self._programs and i not in self._reasons for i in order)
+            label = f"{self.backend} programs"
+            bar = tqdm(order, label, delay=SHOW_AFTER_S, leave=False, disable=not progress or None)
             for place, i in enumerate(bar):
                 left -= self._decide(served[i], left, order[:place:-1])
 
