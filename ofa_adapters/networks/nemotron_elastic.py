@@ -161,8 +161,8 @@ def _groups(network: Any) -> Iterator[tuple[str, Group]]:
             yield "intermediate_size", _neurons(path, config.intermediate_size)
         else:
             modules = dict(network.get_submodule(path).named_modules(prefix=path))
-            for _, variants, why in expert_groups(modules, dict.fromkeys(modules, path).get):
-                if not why and (variants[0].axis != "pool" or config.n_group == 1):
+            for _, variants, _ in expert_groups(modules, dict.fromkeys(modules, path).get):
+                if variants and (variants[0].axis != "pool" or config.n_group == 1):
                     yield OF_EXPERTS[variants[0].axis], variants[0]
             shared = config.moe_shared_expert_intermediate_size
             yield "moe_shared_expert_intermediate_size", _neurons(f"{path}.shared_experts", shared)

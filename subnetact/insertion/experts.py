@@ -66,7 +66,7 @@ _Stacked = list[tuple[str, str, Tensor]]
 def expert_groups(
     modules: _Modules, block_of: Callable[[str], str | None]
 ) -> Iterator[tuple[str, list[Group], str]]:
-    """Yield the names of groups that the mixtures of experts of a model may have, variants, or reasons."""
+    """Yield names of groups that mixtures of experts may have, variants, and why there is none, if so."""
     blocks = grouped((block, path) for path in modules if (block := block_of(path)) is not None)
     for paths in blocks.values():
         inside = {path: modules[path] for path in paths}
