@@ -35,9 +35,7 @@ from subnetact.comparison import FUSED, ROUNDED, equal
 from subnetact.device import synchronize
 from subnetact.engine.ready_subnet import Bound
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.statistics import statistics_of
-from subnetact.supernet.supernet import Supernet
+from subnetact.supernet import NormRow, Supernet, statistics_of
 from subnetact.supernet.views import private_view
 
 BASE = "extracted_eager"

@@ -37,9 +37,7 @@ from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
 from subnetact.export import to_torchscript
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_table import NormRow
-from subnetact.supernet.statistics import batch_norms, statistics_of
-from subnetact.supernet.supernet import Supernet
+from subnetact.supernet import NormRow, Supernet, batch_norms, statistics_of
 
 MIB = 2**20
 BATCHES = (1, 2, 5)

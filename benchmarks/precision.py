@@ -30,9 +30,8 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.operators.kernel_table import why_not
+from subnetact.supernet import Supernet, batch_norms
 from subnetact.supernet.bind import packed_bytes
-from subnetact.supernet.statistics import batch_norms
-from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
 ROOMY_MB = 2048.0
