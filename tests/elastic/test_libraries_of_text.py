@@ -230,9 +230,8 @@ def saved(model: Any, folder: Path) -> tuple[Path, Path]:
     return folder / "bundle", folder / "alone"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name != "transformers")) for name in TABLE]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", TABLE)
 def test_a_subnet_is_in_another_library_what_its_cut_out_is(
     name: str, tmp_path: Path, python_path: str
 ) -> None:
