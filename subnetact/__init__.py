@@ -55,14 +55,14 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     space            357   169      6
     operators       2333   813     18
     supernet        2824   846      7
-    insertion       4145   942     12
+    insertion       4113   939     12
     ofa_adapters    2555   522      7
     digits           136    18      7
     calibration      684   165      1
     latency          525   280      5
     training        1221   324      5
     elastic          824   186      1
-    engine          2561   706      5
+    engine          2562   706      5
     workers          562    96      0
     costs            281    72      4
     nas              879   378      8
@@ -71,10 +71,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     generation      1639   500     13
     export          1003   394      7
     simulate           9     5      2
-    serve           1769   369      7
+    serve           1768   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31681  9317    202
+    all            31649  9314    202
 
 The README has a glossary of the words that are used here.
 """
