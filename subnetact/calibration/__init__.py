@@ -20,8 +20,8 @@ module returned in one of them is what it returns in a later one if both give it
 inputs, so two subnets share everything up to the first layer in which they differ, and a BatchNorm that
 several subnets share is averaged once. Only such calls are noted as a later subnet can share
 (`SharedCalls.worth_noting`). What is shared is what the subnet by itself would compute, so the statistics are
-the same bit for bit; a module whose inputs or outputs were overwritten since, or that leaves something in an
-attribute, runs again.
+the same bit for bit; a module whose inputs or outputs were overwritten since, that leaves something in an
+attribute, or whose averages differ so far runs again.
 
 How memory is bounded
 ---------------------

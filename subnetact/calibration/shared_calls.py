@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.operators import LayerSelect, ModuleSwitch, SubnetNorm
@@ -18,9 +18,12 @@ from subnetact.operators.tensor_version import tensor_version
 from subnetact.space import SizeRow
 from subnetact.spec import grouped
 
+Norms: TypeAlias = Mapping[str, CalibrationNorm]
+"""The BatchNorms of a subnet that average, by their names."""
+
 
 class _Call(NamedTuple):
-    """One call: the sizes that the module followed, what it got and returned, and the averages after it."""
+    """One call: the sizes that the module followed, what it got and returned, averages before and after."""
 
     sizes: list[int]
     given: list[Any]
@@ -29,13 +32,19 @@ class _Call(NamedTuple):
     returned: Any
     versions: list[int]  # of what it got, before the call, and of what it returned
     layers: int
+    before: dict[str, Any]
     averages: dict[str, Any]
 
-    def answers(self, sizes: list[int], given: list[Any], structure: Any) -> bool:
+    def answers(self, sizes: list[int], given: list[Any], structure: Any, norms: Norms) -> bool:
         """Tell whether a call is the same, and nothing of this one was overwritten since."""
         same = (sizes, structure) == (self.sizes, self.structure)
         unchanged = same and self.versions == _versions((*self.given, *self.output))
-        return unchanged and all(map(_is_same, given, self.given))
+        return (
+            unchanged
+            and all(map(_is_same, given, self.given))
+            # A branch on values may have let earlier batches differ.
+            and all(map(_is_same, *map(tree_leaves, ([norms[n].average for n in self.before], self.before))))
+        )
 
 
 class SharedCalls:
@@ -99,11 +108,7 @@ class SharedCalls:
         return all(row[i] == other[i] for i in self.follows[path])
 
     def share(
-        self,
-        view: nn.Module,
-        row: SizeRow,
-        noted: Collection[str] | None,
-        norms: Mapping[str, CalibrationNorm] | None = None,
+        self, view: nn.Module, row: SizeRow, noted: Collection[str] | None, norms: Norms | None = None
     ) -> None:
         """Let a view share calls with those that ran before, and note those of some of its modules.
 
@@ -111,26 +116,22 @@ class SharedCalls:
         """
         for path, module in view.named_modules():
             if path in self.follows:
-                sizes, notes = [row[i] for i in self.follows[path]], None if noted is None else path in noted
                 if getattr(module, "inplace", False):
                     object.__setattr__(module, "inplace", False)  # It would overwrite what others read.
-                object.__setattr__(module, "forward", self._sharing(path, module, sizes, notes, norms or {}))
+                forward = self._sharing(path, module, row, noted, norms or {})
+                object.__setattr__(module, "forward", forward)
 
     def _sharing(
-        self,
-        path: str,
-        module: nn.Module,
-        sizes: list[int],
-        notes: bool | None,
-        norms: Mapping[str, CalibrationNorm],
+        self, path: str, module: nn.Module, row: SizeRow, noted: Collection[str] | None, norms: Norms
     ) -> Callable[..., Any]:
-        forward = module.forward
+        forward, sizes = module.forward, [row[i] for i in self.follows[path]]
+        notes = noted is not None and path in noted
 
         @wraps(forward)
         def shared(*args: Any, **kwargs: Any) -> Any:
             given, structure = tree_flatten((args, kwargs))
-            call = self._calls.pop(path, None) if notes is False else self._calls.get(path)
-            if call is not None and call.answers(sizes, given, structure):
+            call = self._calls.get(path) if notes or noted is None else self._calls.pop(path, None)
+            if call is not None and call.answers(sizes, given, structure, norms):
                 self.layers, self.shared = self.layers + call.layers, self.shared + call.layers
                 for name, average in call.averages.items():
                     norms[name].average = average
@@ -146,8 +147,9 @@ class SharedCalls:
                 output, returned = tree_flatten(result)
                 versions += _versions(output)
                 now = {n: norm.average for n, norm in norms.items() if norm.average is not averages[n]}
+                count, past = self.layers - layers, {name: averages[name] for name in now}
                 self._calls[path] = _Call(
-                    sizes, given, structure, output, returned, versions, self.layers - layers, now
+                    sizes, given, structure, output, returned, versions, count, past, now
                 )
             return result
 

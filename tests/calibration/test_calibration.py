@@ -313,6 +313,17 @@ def test_networks_that_write_in_place_or_branch_on_values(how: str, rule: str) -
     assert_reference(supernet, specs, batches, rule)
 
 
+def test_subnets_that_differ_on_some_batches_only_share_no_averages() -> None:
+    compute = lambda m, x: m.norm(m.conv(x + m.b(m.a(x)) if float(x.mean()) > 0 else x))  # noqa: E731
+    layers: dict[str, Any] = {"conv": nn.Conv2d(1, 3, 3), "norm": nn.BatchNorm2d(3)}
+    network = seeded(compute, **layers, a=nn.Conv2d(1, 4, 1), b=nn.Conv2d(4, 1, 1))
+    supernet = one_width(network, {"a": "out", "b": "in"}, [2, 4]).double()
+    batches = [SHARED[0].double() + 1, SHARED[1].double() - 1]
+    specs = list(supernet.space.enumerate())
+    calibrate(supernet, specs, batches, False)
+    assert_reference(supernet, specs, batches, "weighted_biased")
+
+
 def test_norms_of_other_shapes_and_without_affine() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(
