@@ -142,7 +142,7 @@ def save_folder(
         with supernet.generation.unchanged():  # All is of one checkpoint, whatever other threads load.
             require_calibrated(supernet, require)
             tensors = _copies(supernet.network.state_dict())
-            norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
+            norms, space, precision = supernet.norms.to_like(), supernet.space, supernet.precision
             norms.keep([*card.subnets.values(), space.largest()])
             shared = _copies(statistics_of_largest(supernet))
         fingerprint = fingerprint_of(space.id, tensors)

@@ -62,7 +62,7 @@ from subnetact.supernet.forward_state import note_state_
 from subnetact.supernet.module_outputs import outputs_of
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.statistics import adopt_statistics_, batch_norms
+from subnetact.supernet.statistics import adopt_statistics_
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, structure_copy
 
@@ -234,8 +234,7 @@ def insert_(
     supernet.description, supernet.proved = description, proved_inputs
     note_state_(supernet, proved_inputs.state)
     forget_((adapted(supernet.network.get_submodule(path)), name) for path, name in proved_inputs.memos)
-    if batch_norms(supernet.network):
-        adopt_statistics_(supernet)
+    adopt_statistics_(supernet)
     return guard_caches_(supernet, examples[0])
 
 

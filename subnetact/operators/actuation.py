@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import get_ident
@@ -135,13 +135,13 @@ class Actuation:
         require_same_subnet(network, supernet, run.row)
         token = _running.set(((self, run), *_running.get()))
         self._note(run)
-        vars(network).update(numbers_of_layers(network, run.row))
+        vars(network).update(numbers_of_layers(vars(network), run.row))
         try:
             yield
         finally:
             _running.reset(token)
             self._note(self.asked() or self.active)
-            vars(network).update(numbers_of_layers(network, (self.asked() or self.largest).row))
+            vars(network).update(numbers_of_layers(vars(network), (self.asked() or self.largest).row))
 
     def _buffers(self, network: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
         """Return the buffers that no operator holds, with their modules, names, versions and values."""
@@ -191,9 +191,9 @@ def leave_(network: nn.Module, view: bool = False) -> None:
         object.__setattr__(network, name, left)
 
 
-def numbers_of_layers(network: nn.Module, row: SizeRow) -> dict[str, Any]:
-    """Return the `OF_LAYERS` of a network, or of a module, in a subnet."""
-    return {name: max(row[i] for i in at) for name, at in vars(network).get(OF_LAYERS, {}).items()}
+def numbers_of_layers(attributes: Mapping[str, Any], row: SizeRow) -> dict[str, Any]:
+    """Return the `OF_LAYERS` among the attributes of a network, or of a module, in a subnet."""
+    return {name: max(row[i] for i in at) for name, at in attributes.get(OF_LAYERS, {}).items()}
 
 
 def plain_trainer_error(trainer: str) -> TrainingError:

@@ -82,7 +82,7 @@ def bind_module(
         buffers: dict[str, Any] = module._buffers
         if frozen is not None:
             own, buffers = each_tensor(own, frozen), each_tensor(buffers, frozen)
-        numbers = numbers_of_layers(module, row)
+        numbers = numbers_of_layers(vars(module), row)
         bound = view_module(module, parameters=own, buffers=buffers, modules=modules, **numbers)
     if trainable:
         object.__setattr__(bound, "training", module.training)

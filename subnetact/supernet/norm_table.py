@@ -173,15 +173,14 @@ class NormTable:
         """Return the bytes of all statistics."""
         return sum(row.nbytes for row in self._rows.values())
 
-    def to_like(self, network: nn.Module | None) -> NormTable:
-        """Return a copy whose rows are, now and later, where BatchNorms of a `network` are, if it has some.
+    def to_like(self, norms: Iterable[SubnetNorm] = ()) -> NormTable:
+        """Return a copy whose rows are, now and later, where the first of BatchNorms is, if any.
 
         They have its dtype, but at least the digits of float32: its statistics are measurements, and what is
         rounded or overflows at half precision never comes back.
         """
         table = NormTable(self.space)
-        modules = () if network is None else network.modules()
-        table._home = next((module for module in modules if isinstance(module, SubnetNorm)), None)
+        table._home = next(iter(norms), None)
         table._rows = {spec: table._at_home(row.map(torch.clone)) for spec, row in self._rows.items()}
         return table
 

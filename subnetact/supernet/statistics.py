@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ def batch_norms(network: nn.Module) -> dict[str, SubnetNorm]:
     return {norm.path: norm for norm in network.modules() if isinstance(norm, SubnetNorm)}
 
 
-def came_trained(network: nn.Module) -> bool:
+def came_trained(norms: Iterable[SubnetNorm]) -> bool:
     """Tell whether the BatchNorms of a network came with statistics of its own."""
-    owns: Any = [norm._buffers for norm in batch_norms(network).values()]
+    owns: Any = [norm._buffers for norm in norms]
     pairs = ((own["running_mean"], own["running_var"]) for own in owns if "running_mean" in own)
     return any(m is not None and not m.is_meta and bool(m.any() or (v != 1).any()) for m, v in pairs)
 
@@ -96,12 +96,12 @@ def statistics_of(supernet: Any, spec: SubnetSpec, shared: bool = False) -> dict
 def adopt_statistics_(supernet: Any) -> None:
     """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
 
-    In a pretrained network, it is then the original network, bit for bit.
+    In a pretrained network, it is then the original network, bit for bit. Others have no row.
     """
     largest = supernet.space.largest()
     with outside_modes():
-        row = NormRow.of(statistics_of(supernet, largest, shared=True))
-        supernet._actuation.norms.update({largest: row})
+        if statistics := statistics_of(supernet, largest, shared=True):
+            supernet._actuation.norms.update({largest: NormRow.of(statistics)})
 
 
 def follow_training_(supernet: Any) -> None:

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from subnetact.errors import InsertError, ViewError
 from subnetact.files.tensors import SHARD_BYTES, tensor_bytes
+from subnetact.operators import SubnetNorm
 from subnetact.operators.actuation import OF_LAYERS, Actuation, Run, leave_, plain_trainer_error
 from subnetact.operators.base import ReadThrough, exchange_modules_, template_of
 from subnetact.operators.correction import merge_
@@ -38,7 +39,12 @@ from subnetact.supernet.norm_table import NormTable, required_table
 from subnetact.supernet.precision import PrecisionSettings, put_precision_
 from subnetact.supernet.proved_inputs import ProvedInputs
 from subnetact.supernet.stated_sizes import state_sizes_
-from subnetact.supernet.statistics import came_trained, follow_training_, statistics_of_largest
+from subnetact.supernet.statistics import (
+    batch_norms,
+    came_trained,
+    follow_training_,
+    statistics_of_largest,
+)
 from subnetact.supernet.views import Views, bound_view, private_view
 
 
@@ -166,14 +172,16 @@ class Supernet(ReadThrough):
         self._hold(network)
         self._largest = space.largest()
         largest = Run(self._largest, space.resolve(self._largest), is_largest=True)
-        self._actuation = Actuation(largest, NormTable(space.id).to_like(network))
+        operators = operators_in(network)
+        norms = [operator for operator in operators if isinstance(operator, SubnetNorm)]
+        self._actuation = Actuation(largest, NormTable(space.id).to_like(norms))
         network.register_forward_pre_hook(self._actuation.begin)
         network.register_forward_hook(self._actuation.end, always_call=True)
         self._actuation.supernet = weakref.ref(self)
-        for operator in operators_in(network):
+        for operator in operators:
             operator.actuation = self._actuation
         self._views = Views()
-        self._generation = Generation(self, self._views, came_trained(network))
+        self._generation = Generation(self, self._views, came_trained(norms))
         self._warned = False
         self._checked: dict[str, int] = {}  # shapes -> the generation for which they passed
         self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
@@ -243,7 +251,8 @@ class Supernet(ReadThrough):
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        self._actuation.norms = required_table(table, self.space.id).to_like(self._present())
+        norms = batch_norms(self._present()).values()
+        self._actuation.norms = required_table(table, self.space.id).to_like(norms)
 
     @property
     def active(self) -> SubnetSpec:

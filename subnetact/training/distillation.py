@@ -114,7 +114,7 @@ def distill_(
     settings = replace(settings, progress=settings.progress and rank_and_count()[0] == 0)
     copy_from_first_([*supernet.parameters(), *supernet.buffers()])
     chosen: Any = FROZEN if teacher is None and not task.learns else teacher
-    former = supernet.norms.to_like(None)
+    former = supernet.norms.to_like()
     with _kept_modes(chosen), _kept_modes(supernet) as modes, kept_random_states(device):
         first = [task.split(batch, device) for batch in _first(batches, settings.calibration, settings.seed)]
         inputs = [x for x, _ in first]

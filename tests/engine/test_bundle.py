@@ -291,10 +291,10 @@ def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
     engine.save(tmp_path / "b")
     before, copied = (tmp_path / "b" / "elastic.json").read_text(), NormTable.to_like
 
-    def training(table: NormTable, tensor: Any) -> NormTable:
+    def training(table: NormTable, *norms: Any) -> NormTable:
         with torch.no_grad():
             engine.supernet.network.stem.weight.mul_(2)
-        return copied(table, tensor)
+        return copied(table, *norms)
 
     with monkeypatch.context() as patch:
         patch.setattr(NormTable, "to_like", training)
