@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from subnetact.device import tolerated
 from subnetact.engine.fused_program import FusedProgram
@@ -77,11 +77,10 @@ class SubnetBlocks:
                 return known[:2]
             bound = self._bind(spec)
             moment = bound.moment()  # A graph holds the packed copies that it reads itself.
-            tensors: dict[str, Tensor] = {}
             blocks: list[Block] = [bound.view]
             with tolerated():  # What cannot be traced runs as one block.
-                graph, leaves = trace_(bound.view, tensors=tensors)
-                blocks = _split(graph, {**leaves, **tensors}, self._stacks, {})
+                graph, values = trace_(bound.view)
+                blocks = _split(graph, values, self._stacks, {})
             self._of_view[spec] = bound, blocks, moment
             return bound, blocks
 

@@ -433,7 +433,7 @@ class Engine(ReadySubnets):
             batch, planned = laid_out(batch), self._plan.program(ready, bound)
             if planned is None:
                 bound, blocks = self._blocks.of_view(ready.spec)
-            elif isinstance(planned.program, FusedProgram) and not planned.program.refused(batch):
+            elif isinstance(planned.program, FusedProgram) and not planned.refused(batch):
                 blocks = self._blocks.of_program(planned.program)
             if graphs is not None and len(blocks) > 1:
                 # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.

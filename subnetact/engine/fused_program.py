@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from subnetact.device import raise_if_explained
-from subnetact.engine.finite_values import overflows, stays_finite, strange_samples
+from subnetact.engine.finite_values import overflows, stays_finite
 from subnetact.engine.graph_function import graph_function
 from subnetact.engine.head_attention import attend_by_heads
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
@@ -64,15 +64,11 @@ class FusedProgram:
         self._linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
-        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
+        self.swallows_nan = any(conv.swallows_nan for conv in self._convs)
 
     def __call__(self, x: Any) -> Any:
         """Run a batch, with images in channels_last, and return the network's output."""
         return call_with(self.forward, x)
-
-    def refused(self, x: Any) -> list[int]:
-        """Return the positions of the samples that the program would not answer as the view does."""
-        return strange_samples(x) if self._swallows_nan and x.is_floating_point() else []
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +78,7 @@ class FusedProgram:
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Bound the memory of further input shapes: `reserve` is asked whether it may take so many bytes."""
         for conv in self._convs:
-            conv.limit(reserve)
+            conv.reserve = reserve
 
     def _fused(self, view: nn.Module, probe: Any, packed: bool) -> fx.Graph:
         graph, self.values = _traced(view)
@@ -204,20 +200,18 @@ class FusedProgram:
 
 def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
     """Return the graph of a view, with the inside of derived BatchNorms if possible, and what it names."""
-    tensors: dict[str, Tensor] = {}
     try:
-        graph, leaves = trace_(view, lambda m: is_layer(m) and not _is_derived_norm(m), tensors)
+        graph, values = trace_(view, lambda m: is_layer(m) and not _is_derived_norm(m))
     except Exception as error:
         raise_if_explained(error)
-        tensors = {}
-        graph, leaves = trace_(view, tensors=tensors)
+        graph, values = trace_(view)
     _erase_checks_of_shape(graph)
     for node in list(graph.nodes):
-        if _passes_on(node, leaves):
+        if _passes_on(node, values):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _erase_unused(graph)
-    return graph, {**tensors, **leaves}
+    return graph, values
 
 
 def _is_derived_norm(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from subnetact.comparison import equal, is_as_near
 from subnetact.device import raise_if_explained, ran_out_of_memory
 from subnetact.engine.budget import Budget
 from subnetact.engine.config import FUSED
+from subnetact.engine.finite_values import strange_samples
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.input_shapes import InputShapes
 from subnetact.engine.inputs import batch_like, laid_out
@@ -117,7 +118,7 @@ class PlannedProgram:
         view = self.bound.view
         if isinstance(x, Tensor) and not x.numel():
             return view(x)
-        refused = self.program.refused(x)
+        refused = self.refused(x)
         if not refused:
             return self.program(x)
         x = laid_out(x)
@@ -129,11 +130,20 @@ class PlannedProgram:
                 return answers.index_copy(0, at, view(laid_out(x[at])))
         return view(x)
 
+    def refused(self, x: Any) -> list[int]:
+        """Return the positions of the samples that the program would not answer as the view does."""
+        checked = self.program.swallows_nan and isinstance(x, Tensor) and x.is_floating_point()
+        return strange_samples(x) if checked else []
+
 
 class Program(Protocol):
-    """A subnet with weights of its own. If it is `plain`, it does not want images in channels_last."""
+    """A subnet with weights of its own. If it is `plain`, it does not want images in channels_last.
+
+    If it `swallows_nan`, the view has to answer samples of NaN, infinite or huge values.
+    """
 
     plain: bool
+    swallows_nan: bool
 
     @property
     def nbytes(self) -> int:
@@ -141,9 +151,6 @@ class Program(Protocol):
 
     def __call__(self, x: Any) -> Any:
         """Run a batch."""
-
-    def refused(self, x: Any) -> list[int]:
-        """Return the positions of the samples that the view has to answer."""
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Bound the memory of further input shapes: `reserve` is asked whether it may take so many bytes."""

@@ -38,13 +38,14 @@ def check_input(
     x: Any, sample: Any, device: torch.device, finite: bool = False, where: str = "input"
 ) -> None:
     """Refuse an input that is unlike the sample, if there is one, or not finite; messages call it `where`."""
+    alone = isinstance(x, Tensor)
+    if sample is not None and (alone != isinstance(sample, Tensor) or parts_of(x) != parts_of(sample)):
+        raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
     if isinstance(x, Tensor):
         _check_tensor(x, sample, device, where)
         if finite and (x.is_floating_point() or x.is_complex()) and not bool(torch.isfinite(x).all()):
             raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
         return
-    if sample is not None and (isinstance(sample, Tensor) or parts_of(x) != parts_of(sample)):
-        raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
     if not isinstance(x, (tuple, Mapping)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
@@ -60,11 +61,7 @@ def _check_tensor(x: Tensor, sample: Any, device: torch.device, where: str) -> N
         )
     if x.layout != torch.strided:
         raise InvalidRequest(f"{where}: it is of layout {x.layout}; send a dense tensor")
-    if sample is None:
-        return
-    if not isinstance(sample, Tensor):
-        raise InvalidRequest(f"{where}: expected {describe_input(sample)}, got {describe_input(x)}")
-    if x.shape != sample.shape or x.dtype != sample.dtype:
+    if sample is not None and (x.shape != sample.shape or x.dtype != sample.dtype):
         hint = "; drop it: x[0]" if x.shape == (1, *sample.shape) else ""
         raise InvalidRequest(
             f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {sample.dtype} of shape "

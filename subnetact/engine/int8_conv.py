@@ -37,7 +37,6 @@ class Int8Conv(PackedConv):
 
     def __init__(self, conv: Any, *merged: Any) -> None:
         super().__init__(conv, *merged)
-        self._onednn = True
         scales: Tensor = conv.lowered.scale.detach()
         if self._factor is not None:
             scales = scales * self._factor.abs()

@@ -44,8 +44,8 @@ def plain_conv(module: nn.Module) -> bool:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether oneDNN's fused convolution supports a weight: float32, on the CPU."""
-    return ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+    """Tell whether oneDNN's fused convolutions support a weight: float32 or int8, on the CPU."""
+    return ONEDNN and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.int8)
 
 
 def _settings(conv: nn.Conv2d) -> tuple[list[int], list[int], list[int], int]:
@@ -78,9 +78,10 @@ class PackedConv(nn.Module):
         self._onednn = can_pack(conv.weight)
         # oneDNN's ReLU and hardtanh turn NaN into a number; without `merge` the activation runs by itself.
         self._merged = (activation.merged, activation.scalars) if activation and merge else ("none", ())
-        self._swallows_nan = merge and activation is not None and activation.swallows_nan
+        # Whether the result can be a number although the convolution gives NaN.
+        self.swallows_nan = merge and self._onednn and activation is not None and activation.swallows_nan
         self._activate: Callable[[Tensor], Tensor] | None = None if activation is None else activation.over
-        self._reserve: Callable[[int], bool] = lambda _: True
+        self.reserve: Callable[[int], bool] = lambda _: True  # if not, each call packs a further layout
         self._packing = new_lock()
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
@@ -90,15 +91,6 @@ class PackedConv(nn.Module):
         """Bytes of the packed weights and the bias."""
         held = sum(map(self._nbytes, list(self._by_layout.values())))
         return held + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def swallows_nan(self) -> bool:
-        """Whether the result can be a number although the convolution gives NaN."""
-        return self._onednn and self._swallows_nan
-
-    def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Ask `reserve` for the bytes of every further layout; if it refuses, each call packs the weight."""
-        self._reserve = reserve
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Map x to (N, out, H', W') in channels_last; add `other`, which `overwrite` lets it overwrite."""
@@ -154,7 +146,7 @@ class PackedConv(nn.Module):
             if packed.is_mkldnn:
                 layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
             if layout not in self._by_layout:
-                if not self._reserve(self._nbytes(packed)):
+                if not self.reserve(self._nbytes(packed)):
                     return packed
                 self._by_layout[layout] = packed
             if len(self._by_shape) >= SHAPES:

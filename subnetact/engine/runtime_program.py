@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from subnetact.engine.finite_values import overflows, strange_samples
+from subnetact.engine.finite_values import overflows
 from subnetact.engine.input_axes import InputAxes
 from subnetact.engine.inputs import batch_like
 from subnetact.engine.onnx_graph import onnx_graph, require_onnx
@@ -92,8 +92,8 @@ class RuntimeProgram:
 
     def __init__(self, view: nn.Module, probe: Any, runtime: str, samples: Sequence[Any]) -> None:
         self._open, self._view = RUNTIMES[runtime], view
-        self._swallows_nan = runtime == "openvino"
-        if self._swallows_nan and overflows(view, probe if isinstance(probe, Tensor) else None):
+        self.swallows_nan = runtime == "openvino"
+        if self.swallows_nan and overflows(view, probe if isinstance(probe, Tensor) else None):
             raise ValueError("its values may overflow, and OpenVINO turns NaN into numbers")
         *smaller, x = (batch_like(sample, 3, torch.device("cpu")) for sample in samples)
         axes = InputAxes(samples)
@@ -130,11 +130,6 @@ class RuntimeProgram:
         outputs = iter(run([part.detach().contiguous().numpy() for part in parts]))
         leaves = [held[0] if held else torch.from_numpy(next(outputs)) for held in self._leaves]
         return tree_unflatten(leaves, self._structure)
-
-    def refused(self, x: Any) -> list[int]:
-        """Return the positions of the samples that the runtime would not answer as the view does."""
-        checked = self._swallows_nan and isinstance(x, Tensor) and x.is_floating_point()
-        return strange_samples(x) if checked else []
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Ask `reserve` for the bytes of every further shape; what ran before is forgotten."""

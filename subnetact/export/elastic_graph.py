@@ -39,8 +39,7 @@ class _Tracer(TensorTracer):
     """Records into a graph, whose tensors become attributes of its module."""
 
     def __init__(self, graph: fx.Graph, registered: set[int]) -> None:
-        self.held: dict[str, Tensor] = {}
-        super().__init__(graph, self.held)
+        super().__init__(graph)
         self.registered = registered
 
     def create_arg(self, a: Any) -> Any:
@@ -90,7 +89,7 @@ class _Recording:
         if gate is not None:
             skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {names[0]}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        tensors = {name: tensor.detach() for name, tensor in self.tracer.held.items()}
+        tensors = {name: tensor.detach() for name, tensor in self.tracer.tensors.items()}
         recorded = fx.GraphModule({**self.modules, **tensors}, self.graph, type(module).__name__)
         return _scripted(recorded, self.path or "the network")
 

@@ -33,23 +33,23 @@ class RecordedCall:
 
 
 class TensorTracer(GraphAppendingTracer):
-    """Records into a graph, which gets tensors by their names in `tensors`; if None, they are constants."""
+    """Records into a graph, which gets `tensors` by their names."""
 
-    def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor] | None) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         super().__init__(graph)
-        self.tensors = tensors
+        self.tensors: dict[str, Tensor] = {}
         self._nodes: dict[Any, fx.Node] = {}
 
     def create_arg(self, a: Any) -> Any:
         """Convert a value to an argument of a node; a tensor may be the weight of a leaf."""
-        if self.tensors is None or not isinstance(a, Tensor):
+        if not isinstance(a, Tensor):
             return super().create_arg(a)
-        return self.named(f"subnetact_tensor_{len(self.tensors)}", a, self.tensors)
+        return self.named(f"subnetact_tensor_{len(self.tensors)}", a)
 
-    def named(self, name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> fx.Node:
+    def named(self, name: str, tensor: Tensor) -> fx.Node:
         """Return a node for a tensor, which has this name if it has none so far."""
-        name = next((known for known, other in tensors.items() if other is tensor), name)
-        tensors[name] = tensor
+        name = next((known for known, other in self.tensors.items() if other is tensor), name)
+        self.tensors[name] = tensor
         return self.once(name, "get_attr", name)
 
     def once(self, key: Any, kind: str, target: str, *args: Any) -> fx.Node:
@@ -74,13 +74,14 @@ class _TensorProxy(fx.Proxy):
 
 
 def trace_(
-    view: nn.Module,
-    is_leaf: Callable[[nn.Module], bool] = is_layer,
-    tensors: dict[str, Tensor] | None = None,  # receives those that forwards read; else they are constants
-) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the graph of a view, which nobody else may use meanwhile, and its leaves by name."""
+    view: nn.Module, is_leaf: Callable[[nn.Module], bool] = is_layer
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """Return the graph of a view, which nobody else may use meanwhile, and by name what it calls and reads.
+
+    These are its leaves, and the tensors that other forwards read.
+    """
     graph = fx.Graph()
-    tracer = TensorTracer(graph, tensors)
+    tracer = TensorTracer(graph)
     leaves: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
     replaced: list[tuple[nn.Module, str, Any]] = []
@@ -98,10 +99,10 @@ def trace_(
         for path, module in others.items():
             for registry in ("_parameters", "_buffers"):
                 own = module.__dict__[registry]
-                if own and tensors is not None:
+                if own:
                     replaced.append((module, registry, own))
                     place = f"{path}." if path else ""
-                    nodes = {n: tracer.named(place + n, t, tensors) for n, t in own.items() if t is not None}
+                    nodes = {n: tracer.named(place + n, t) for n, t in own.items() if t is not None}
                     proxies = {n: _TensorProxy(node, tracer, own[n]) for n, node in nodes.items()}
                     object.__setattr__(module, registry, {**own, **proxies})
         for path, leaf in leaves.items():
@@ -117,4 +118,4 @@ def trace_(
             vars(leaf).pop("recorder", None)
         for module, name, former in replaced:
             object.__setattr__(module, name, former)
-    return graph, leaves
+    return graph, {**tracer.tensors, **leaves}
