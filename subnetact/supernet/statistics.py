@@ -96,7 +96,8 @@ def statistics_of(supernet: Any, spec: SubnetSpec, shared: bool = False) -> dict
 def adopt_statistics_(supernet: Any) -> None:
     """Give the largest subnet the BatchNorm statistics that the network came with as its statistics row.
 
-    In a pretrained network, it is then the original network, bit for bit. Others have no row.
+    In a pretrained network, it is then the original network, bit for bit. A network without BatchNorms gets
+    no row.
     """
     largest = supernet.space.largest()
     with outside_modes():
