@@ -174,7 +174,7 @@ class NormTable:
         return sum(row.nbytes for row in self._rows.values())
 
     def to_like(self, norms: Iterable[SubnetNorm] = ()) -> NormTable:
-        """Return a copy whose rows are, now and later, where the first of BatchNorms is, if any.
+        """Return a copy whose rows are, now and later, where the first of the BatchNorms `norms` is, if any.
 
         They have its dtype, but at least the digits of float32: its statistics are measurements, and what is
         rounded or overflows at half precision never comes back.
