@@ -54,7 +54,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            357   169      6
     operators       2333   813     18
-    supernet        2832   846      7
+    supernet        2830   850      7
     insertion       4112   939     12
     ofa_adapters    2555   522      7
     digits           136    18      7
@@ -62,19 +62,19 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     latency          525   280      5
     training        1221   324      5
     elastic          824   186      1
-    engine          2562   706      5
+    engine          2549   705      5
     workers          562    96      0
     costs            281    72      4
     nas              879   378      8
     profile         1214   277      1
     serving         4696  1917     34
     generation      1639   500     13
-    export          1003   394      7
+    export          1002   394      7
     simulate           9     5      2
     serve           1768   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31656  9314    202
+    all            31640  9317    202
 
 The README has a glossary of the words that are used here.
 """

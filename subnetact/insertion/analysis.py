@@ -144,8 +144,8 @@ class TracedModel:
         kept = full // 2
         removed = self._removed(masks)
         unit = self._unit(masks)
-        if unit > 1 and each % unit == 0:
-            full, kept = full * unit, kept * unit
+        unit = unit if each % unit == 0 else 1  # Groups of other channels than these go as a whole already.
+        full, kept = full * unit, kept * unit
         lengths = (stop - start for _, gone in removed.values() for start, stop in gone)
         each = (full - kept) // math.gcd(full - kept, *lengths)  # units per entry of another tensor
         if unit == 1 and full % each == kept % each == 0:

@@ -239,6 +239,23 @@ def test_columns_go_of_a_table_of_which_some_rows_are_never_read() -> None:
     assert found.table.shape == (6, 4)
 
 
+def test_a_grouped_layer_that_widens_loses_its_groups() -> None:
+    def network(groups: int) -> nn.Module:
+        parts: dict[str, Any] = {
+            "first": nn.Conv2d(3, 2 * groups, 1),
+            "wide": nn.Conv2d(2 * groups, 8 * groups, 3, groups=groups),
+            "last": (8 * groups, 4),
+        }
+        return seeded(lambda m, x: m.last(m.wide(m.first(x)).relu().mean((2, 3))), **parts)
+
+    x, small, model = torch.randn(2, 3, 6, 6), network(1), network(3)
+    weights = model.state_dict()
+    small.load_state_dict({n: weights[n][tuple(map(slice, t.shape))] for n, t in small.state_dict().items()})
+    supernet = subnetact.insert_(model, example=x, choices=[1, 2, 3])
+    with torch.no_grad():
+        torch.testing.assert_close(supernet.subnet(supernet.space.smallest())(x), small(x))
+
+
 MIXING: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "roll": ("shifts", lambda t: torch.roll(t, 1, 1)),
     "flip": ("reverses the order of", lambda t: t.flip(1)),
