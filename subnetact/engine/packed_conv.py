@@ -48,11 +48,6 @@ def can_pack(weight: Tensor) -> bool:
     return ONEDNN and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.int8)
 
 
-def _settings(conv: nn.Conv2d) -> tuple[list[int], list[int], list[int], int]:
-    padding: Any = conv.padding
-    return list(padding), list(conv.stride), list(conv.dilation), conv.groups
-
-
 class PackedConv(nn.Module):
     """A convolution with its weight packed, a BatchNorm folded in, and an addition and activation merged."""
 
@@ -61,7 +56,7 @@ class PackedConv(nn.Module):
     ) -> None:
         super().__init__()
         self.overwrite = False  # whether the sum may be written over the second input
-        self._settings = _settings(conv)
+        self._settings = list(conv.padding), list(conv.stride), list(conv.dilation), int(conv.groups)
         self._weight: Tensor = conv.weight.detach()
         self._factor: Tensor | None = None
         self._bias: Tensor | None = None if conv.bias is None else conv.bias.detach()
@@ -181,11 +176,6 @@ class SlicedConv(PackedConv):
         self._ways: Mapping[torch.Size, tuple[str, tuple[int, ...]]] = {}  # of each shape of inputs
         self._scales = None if self._factor is None else self._factor[:, None, None]
         self._shift = None if self._bias is None else self._bias[:, None, None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held between calls: those of the folded bias, which is as small as statistics."""
-        return 0
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Run the convolution, as `PackedConv` does."""

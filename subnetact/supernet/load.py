@@ -187,14 +187,13 @@ def _rows_before(supernet: Any) -> Callable[[], int]:
 
 
 def _weights_hash(supernet: Any) -> str:
-    """Return a hash of the weights, without the shared statistics and counters, if there are rows."""
+    """Return a hash of the weights, without the shared statistics and their counters, if there are rows."""
     if not len(supernet.norms):
         return ""
     network = supernet.network
     shared = {id(b) for norm in batch_norms(network).values() for b in norm._buffers.values()}
-    state = network.state_dict(keep_vars=True).items()
-    named = ((n, t) for n, t in state if isinstance(t, Tensor) and not (t.is_meta or id(t) in shared))
-    weights = (t for name, t in named if not name.endswith("num_batches_tracked"))
+    state = network.state_dict(keep_vars=True).values()
+    weights = (t for t in state if isinstance(t, Tensor) and not (t.is_meta or id(t) in shared))
     return hash_of(t if t.layout == torch.strided else t.detach().to_dense() for t in weights)
 
 
