@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ FUSABLE_PRECISIONS = (FLOAT32, "int8")
 """The precisions at which subnets can become fused programs."""
 SMALL_INT8 = 2**20
 """Bytes of int8 kernels below which quantising the inputs takes longer than the products that it saves."""
+
+Program: TypeAlias = FusedProgram | RuntimeProgram
+"""A subnet with weights of its own. If it is `plain`, it does not want images in channels_last; if it
+`swallows_nan`, the view has to answer samples of NaN, infinite or huge values."""
 
 _log = logging.getLogger("subnetact.engine")
 
@@ -134,26 +138,6 @@ class PlannedProgram:
         """Return the positions of the samples that the program would not answer as the view does."""
         checked = self.program.swallows_nan and isinstance(x, Tensor) and x.is_floating_point()
         return strange_samples(x) if checked else []
-
-
-class Program(Protocol):
-    """A subnet with weights of its own. If it is `plain`, it does not want images in channels_last.
-
-    If it `swallows_nan`, the view has to answer samples of NaN, infinite or huge values.
-    """
-
-    plain: bool
-    swallows_nan: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that belong to this program alone."""
-
-    def __call__(self, x: Any) -> Any:
-        """Run a batch."""
-
-    def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Bound the memory of further input shapes: `reserve` is asked whether it may take so many bytes."""
 
 
 class _Reason(NamedTuple):

@@ -47,7 +47,6 @@ Weak: TypeAlias = list[tuple[Tensor, Tensor]]
 """Pieces of parameters, each with a mask of where they are weak."""
 Outputs: TypeAlias = dict[Any, Tensor]
 Run: TypeAlias = Callable[[], Outputs]
-Shapes: TypeAlias = dict[Any, torch.Size]
 
 
 def showing(
@@ -76,7 +75,7 @@ def showing(
     return useful, {dims[path][part]: f"{path}.{part}" for path, part in hidden}
 
 
-def _outputs(view: nn.Module, x: Any, shapes: Shapes | None) -> Outputs:
+def _outputs(view: nn.Module, x: Any, shapes: dict[Any, torch.Size] | None) -> Outputs:
     """Run a view; return the tensors of its output or, given shapes, those of its modules that have them."""
     outputs = module_outputs(view, x, lambda _, tensor: tensor, inside=shapes is not None)
     tensors = {(output.path, i): t for output in outputs for i, t in enumerate(output.tensors)}

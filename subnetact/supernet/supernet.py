@@ -170,8 +170,8 @@ class Supernet(ReadThrough):
         self.space = space
         self.report = report
         self._hold(network)
-        self._largest = space.largest()
-        largest = Run(self._largest, space.resolve(self._largest), is_largest=True)
+        full = space.largest()
+        largest = Run(full, space.resolve(full), is_largest=True)
         operators = operators_in(network)
         norms = [operator for operator in operators if isinstance(operator, SubnetNorm)]
         self._actuation = Actuation(largest, NormTable(space.id).to_like(norms))

@@ -40,17 +40,17 @@ def bound_view(
     If it is `fresh`, its parameters carry gradients, and its buffers are those of the supernet. Unless it is
     `hooked`, it is no view yet: it has no corrections, and nothing guards its calls.
     """
-    sizes = supernet.space.resolve(spec)
+    run = supernet._actuation.run_of(supernet.space, spec)
     # A fresh network may be that of a `functional_call`, through which gradients and modes pass.
     with supernet._generation.lock, nullcontext() if fresh else outside_modes():
-        bind_norm, _ = binding_of(spec, sizes, statistics, fresh)
+        bind_norm, _ = binding_of(spec, run.row, statistics, fresh)
         require_whole(network := supernet._present())
-        view = bind(network, sizes, bind_norm, fresh, None if fresh else supernet._views.frozen)
+        view = bind(network, run.row, bind_norm, fresh, None if fresh else supernet._views.frozen)
         for path, correction in statistics.corrections().items() if hooked and statistics is not None else ():
             correct_(view.get_submodule(path), correction)
         own_state_(view, () if fresh else supernet.state)
         object.__setattr__(view, "is_whole", True)
-        if hasattr(type(view), "save_pretrained") and spec.base != supernet._largest:
+        if hasattr(type(view), "save_pretrained") and not run.is_largest:
             object.__setattr__(view, "save_pretrained", Saver(view))
         if hooked and supernet.proved is not None:
             view.register_forward_pre_hook(supernet.proved.look, with_kwargs=True)
