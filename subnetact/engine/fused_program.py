@@ -92,7 +92,7 @@ class FusedProgram:
                     kind = Int8Conv if isinstance(conv, LowConv) else PackedConv if packed else SlicedConv
                     self._fuse_conv(graph, node, order, merge, kind)
         if packed:
-            attend_by_heads(graph, self.values)
+            attend_by_heads(graph)
             self._pack_linears(graph)
         _erase_unused(graph)
         self._overwrite_added(graph)

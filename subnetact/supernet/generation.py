@@ -14,7 +14,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class Witness(NamedTuple):
         return type(None), ()
 
 
-class _HalfExchanged:
+class _HalfExchanged(nullcontext[None]):
     """Stands for the lock of weights of which nobody will exchange the other part."""
 
     def __enter__(self) -> None:
@@ -109,8 +109,6 @@ class _HalfExchanged:
             "this process was forked while another thread loaded weights, of which it has only a part; "
             "load the model in this process, or fork when no other thread does so"
         )
-
-    def __exit__(self, *_: object) -> None: ...
 
     def _is_owned(self) -> bool:
         return True  # A process that is forked of this one has no more of the weights.

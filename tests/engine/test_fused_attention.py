@@ -16,7 +16,7 @@ from ofa_adapters import load
 from subnetact import Engine
 from subnetact.engine import head_attention, packed_linear
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.head_attention import HeadAttention
+from subnetact.engine.head_attention import attention_by_heads
 from subnetact.engine.packed_linear import (
     ONEDNN_ROWS,
     SMALLEST_WIDTH,
@@ -312,12 +312,12 @@ def test_attention_by_heads_is_torchs_attention(options: dict[str, Any]) -> None
     strided = torch.randn(2, 11, 3, 4, 16).permute(2, 0, 3, 1, 4)
     q, k, v = strided[0, :, :, :9], strided[1], strided[2]
     expected = F.scaled_dot_product_attention(q, k, v, **options)
-    answer = HeadAttention()(q, k, v, **options)
+    answer = attention_by_heads(q, k, v, **options)
     torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
     if not options.keys() - {"scale"}:  # Attended by heads: in memory as an answer of torch's fast kernel.
         assert answer.transpose(1, 2).is_contiguous()
     expected = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
-    assert torch.equal(HeadAttention()(q, k[:, :2], v[:, :2], enable_gqa=True), expected)
+    assert torch.equal(attention_by_heads(q, k[:, :2], v[:, :2], enable_gqa=True), expected)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
