@@ -16,11 +16,11 @@ from subnetact.engine import runtime_program
 from subnetact.errors import EngineError, MissingExtra
 
 pytest.importorskip("onnxscript")
-pytestmark = pytest.mark.usefixtures("read_once")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("read_once")]
 IMAGE = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["onnxruntime", pytest.param("openvino", marks=pytest.mark.heavy)])
+@pytest.fixture(params=["onnxruntime", "openvino"])
 def backend(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)

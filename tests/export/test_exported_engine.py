@@ -19,6 +19,8 @@ from subnetact import Batcher, Engine, SubnetSpec, profile_latency
 from subnetact.errors import ExportError, FileFormatError, InvalidRequest, ProfileMismatch, SpecError
 from subnetact.export import ExportedEngine, load_exported, to_onnx
 
+pytestmark = pytest.mark.heavy  # ONNX
+
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 

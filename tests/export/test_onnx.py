@@ -24,7 +24,7 @@ from subnetact.operators.kernel_table import kernel_for
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-pytestmark = pytest.mark.usefixtures("read_once")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("read_once")]
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 

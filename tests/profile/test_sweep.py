@@ -19,6 +19,7 @@ import torch
 from subnetact import Engine, calibrate, profile_latency
 from subnetact.device import find_device, machine, ran_out_of_memory
 from subnetact.digits import new_digits_supernet
+from subnetact.engine.runtime_program import RUNTIMES
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
 from subnetact.profile.modes import MODES, TimedRunner, check_mode, mode_options
@@ -184,7 +185,7 @@ def engine(digits: Supernet) -> Engine:
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param(mode, marks=[pytest.mark.heavy] * (mode == "openvino"))
+        pytest.param(mode, marks=[pytest.mark.heavy] * (mode in RUNTIMES))
         for mode in MODES
         if mode not in ("graphs", "compile")
     ],
