@@ -128,7 +128,7 @@ DATA = "digits_supernet.safetensors text_supernet.safetensors text_supernet.json
 DATA += " text_tokenizer.json traces/maf2019_per_minute.npz"
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_archives_hold_what_they_should_for_a_package_index(archives: dict[str, Path]) -> None:
     wheel = set(zipfile.ZipFile(archives["wheel"]).namelist())
     sources = [p for package in ("subnetact", "ofa_adapters") for p in (ROOT / package).rglob("*.py")]

@@ -336,7 +336,12 @@ TABLE: list[tuple[Callable[..., None], list[str]]] = [
     (experts_by_saliency, ["qwen3_moe"]),
     (speech_to_text, ["whisper"]),
 ]
-ROWS = [pytest.param(act, name, id=f"{act.__name__}-{name}") for act, names in TABLE for name in names]
+HEAVY = {auto_class: [pytest.mark.heavy]}
+ROWS = [
+    pytest.param(act, name, id=f"{act.__name__}-{name}", marks=HEAVY.get(act, []))
+    for act, names in TABLE
+    for name in names
+]
 
 
 @pytest.mark.parametrize(("act", "name"), ROWS)

@@ -13,10 +13,10 @@ from subnetact import insert_
 from subnetact.errors import TrainingError
 from subnetact.training import SandwichTraining
 
+pytestmark = pytest.mark.heavy
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "train_with_tools.md"
 
 
-@pytest.mark.heavy
 def test_every_block_of_the_page_runs_in_two_processes(tmp_path: Path) -> None:
     for name in ("transformers", "accelerate"):
         pytest.importorskip(name)
