@@ -101,7 +101,7 @@ def _copy(network: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if not isinstance(held, nn.Module | dict):  # A watched registry is a dictionary of its own class.
                 memo.setdefault(id(held), held)
         for held in vars(module).values():
-            if type(held) is OrderedDict and not held:  # Ten of a module have no hooks.
+            if type(held) is OrderedDict and not held:  # Most registries of hooks are empty.
                 memo[id(held)] = OrderedDict()
     return deepcopy(network, memo)
 
