@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, first_line
-from subnetact.insertion.description import Group, Member
+from subnetact.insertion.description import Group, Member, without_numbers
 from subnetact.insertion.recorder import Recording, called_name, recorded
 from subnetact.insertion.relations import Masks, Mixed, Relations, is_grid, shape_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
@@ -70,6 +70,7 @@ class TracedModel:
         self.recording: Recording | None = None
         self.failure: InsertError | None = None
         self._answers: dict[str, Group | _Refused] = {}
+        self._counts: dict[tuple[str, int], int] = {}
         _name_numbers_(model)
         try:
             self.recording = _recorded(model, example)
@@ -169,7 +170,9 @@ class TracedModel:
 
         A unit is as few first outputs as reach, without others, everything that the half reaches.
         """
-        for count in (n for n in range(1, outputs // 2 + 1) if outputs % n == 0):
+        alike = without_numbers(axis[0]), outputs
+        counts = [n for n in range(1, outputs // 2 + 1) if outputs % n == 0]
+        for count in dict.fromkeys([1, self._counts.get(alike, 1), *counts]):
             reached: set[Any] | None = None
             mixed = False
             try:
@@ -189,6 +192,7 @@ class TracedModel:
                 spans = zip(runs, ends, strict=True)
                 masks = self._removal(axis, [(e - (b - a) * (full - full // 2), e) for (a, b), e in spans])
                 if _parameters(masks) == reached:
+                    self._counts[alike] = count
                     return masks, each, full
         raise _Refused("its outputs are used in parts that are not equal, or only all of them together")
 
