@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import gc
@@ -31,7 +32,10 @@ torch.set_num_threads(1)
 # Processes that tests start compile nothing again; a fifth of their imports was that.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+TESTS = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "started")])
 gc.set_threshold(10_000, 10, 10)  # with `frozen` below: garbage collections were an eighth of the time
+atexit.register(gc.freeze)
 # Some virtual machines announce matrix units that they do not let a process use: oneDNN's bfloat16 kernels
 # then die of an illegal instruction.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -88,17 +92,6 @@ def read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "get_torchlib_ops", functools.cache(functions.get_torchlib_ops))
         yield
-
-
-@pytest.fixture(scope="session")
-def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The PYTHONPATH of programs that import transformers, which imports torchvision."""
-    folder, tests = tmp_path_factory.mktemp("site"), Path(__file__).parent
-    (folder / "sitecustomize.py").write_text(
-        f"import gc, sys\ngc.set_threshold(10_000, 10, 10)\nsys.path.append({str(tests)!r})\n"
-        "from torchvision_operators import define_missing\ndefine_missing()\n"
-    )
-    return os.pathsep.join([str(tests.parent), str(folder)])
 
 
 @pytest.fixture

@@ -12,12 +12,8 @@ import torch
 
 __all__ = ["in_two_processes"]
 
-ROOT = Path(__file__).parents[1]
 PRELUDE = """
 import sys, warnings
-sys.path.insert(0, {tests!r})
-from torchvision_operators import define_missing
-define_missing()
 warnings.simplefilter("ignore")
 import os, torch._dynamo  # torch's optimizers import it
 {imports}
@@ -42,13 +38,13 @@ def in_two_processes(script: str, folder: Path) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = folder / "script.py"
     imports = (line for line in ast.parse(script).body if isinstance(line, ast.Import | ast.ImportFrom))
-    prelude = PRELUDE.format(tests=str(ROOT / "tests"), imports="\n".join(map(ast.unparse, imports)))
+    prelude = PRELUDE.format(imports="\n".join(map(ast.unparse, imports)))
     path.write_text(prelude + script + END)
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     group |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for rank in ("0", "1"):
         (folder / rank).mkdir()
-    own = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {**os.environ, **group, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(path)]
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, timeout=600, text=True)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -198,14 +198,14 @@ TABLE = {
 }
 
 
-def run(text: str, folder: Path, other: Path, python_path: str, ours: bool) -> torch.Tensor:
+def run(text: str, folder: Path, other: Path, ours: bool) -> torch.Tensor:
     """Run a script in a process of its own, and return what it found."""
     file = folder.parent / "found.pt"
     begin = "import subnetact\n" if ours and "import subnetact" not in text else ""
     end = "" if ours else "import sys; assert 'subnetact' not in sys.modules\n"
     given = f"folder, alone, texts = {str(folder)!r}, {str(other)!r}, {TEXTS!r}\n"
     script = f"import torch\n{begin}{given}{dedent(text)}\n{end}torch.save(found.detach(), {str(file)!r})"
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.parent), "PYTHONPATH": python_path}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.parent)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         env={**os.environ, **offline},
@@ -232,9 +232,7 @@ def saved(model: Any, folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", TABLE)
-def test_a_subnet_is_in_another_library_what_its_cut_out_is(
-    name: str, tmp_path: Path, python_path: str
-) -> None:
+def test_a_subnet_is_in_another_library_what_its_cut_out_is(name: str, tmp_path: Path) -> None:
     row = TABLE[name]
     if lacking := [package for package in row.needs if find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(lacking)}")
@@ -246,9 +244,9 @@ def test_a_subnet_is_in_another_library_what_its_cut_out_is(
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
     }
     bundle, alone = saved(made[row.model]().eval(), tmp_path)
-    ours = run(row.ours, bundle, alone, python_path, True)
+    ours = run(row.ours, bundle, alone, True)
     if (row.model, row.alone) not in ANSWERS:  # All bundles of a model are of the same seed.
-        ANSWERS[row.model, row.alone] = run(row.alone, alone, bundle, python_path, False)
+        ANSWERS[row.model, row.alone] = run(row.alone, alone, bundle, False)
     torch.testing.assert_close(ours, ANSWERS[row.model, row.alone], rtol=0, atol=TOLERANCE)
     assert ours.std() > 0
 

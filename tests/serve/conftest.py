@@ -68,7 +68,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
         line = self.process.stdout.readline()
         found = re.fullmatch(r"listening on http://([\d.]+):(\d+)\n", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys, monkeyp
     assert main(["--bundle", bundle]) == 2
     assert "--model" in capsys.readouterr().err  # the advice names an option of this command
     options = ["--bundle", bundle, "--model", "own_network:supernet", "--constructor", '{"width": 8}']
-    server = start(*options, environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    server = start(*options, environment={"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}"})
     answers = []
     for scale in (1.0, 2.0):
         body = {"input": {"x": [1, 2, 3, 4], "scale": [scale] * 3}, "deadline_ms": 60_000, "min_accuracy": 70}

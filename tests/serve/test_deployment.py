@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -110,8 +109,7 @@ def test_the_exit_statuses_of_the_page_are_those_of_the_server(server, digits):
     """The rest of them are tried in test_server, test_http_answers and test_command."""
     page = (ROOT / "docs" / "howto" / "production.md").read_text()
     command = ["-m", "subnetact.serve", "--port", str(server.address[1]), "--bundle", str(digits[1])]
-    places = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=places, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert re.search("in use.*another --port", done.stderr), done.stderr
     assert all(f"\n| {status} | " in page for status in (0, "143, 130", 2, 3))

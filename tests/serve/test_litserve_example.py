@@ -28,7 +28,7 @@ def port(digits, tmp_path_factory):
     options = ["examples/litserve_batcher.py", "--bundle", str(digits[1]), "--port", str(port)]
     log = tmp_path_factory.mktemp("litserve") / "log"
     with log.open("w") as file:
-        places = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "start_new_session": True}
+        places = {"cwd": ROOT, "start_new_session": True}
         process = subprocess.Popen([sys.executable, *options], stdout=file, stderr=file, **places)
     try:
         end, up = time.monotonic() + 120, False

@@ -18,10 +18,10 @@ AIPERF = os.environ.get("SUBNETACT_AIPERF_ENV", "")
 
 @pytest.mark.skipif(not AIPERF, reason="needs an environment with AIPerf: SUBNETACT_AIPERF_ENV=DIR")
 def test_aiperf_gets_every_answer_with_as_many_tokens_as_it_asked_for(
-    start: Callable[..., Any], python_path: str, tmp_path: Path
+    start: Callable[..., Any], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    served = start("--text", "--slo-ms", "60000", environment={"PYTHONPATH": python_path})
+    served = start("--text", "--slo-ms", "60000")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=text_tokenizer(), eos_token=END)
     tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
     options = (

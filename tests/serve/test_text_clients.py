@@ -53,9 +53,8 @@ def bundle(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(start: Callable[..., Any], bundle: Path, python_path: str) -> str:
-    options = ["--bundle", str(bundle), "--text", "--slo-ms", "60000"]
-    return f"{start(*options, environment={'PYTHONPATH': python_path}).url}/v1"
+def url(start: Callable[..., Any], bundle: Path) -> str:
+    return f"{start('--bundle', str(bundle), '--text', '--slo-ms', '60000').url}/v1"
 
 
 @pytest.fixture(scope="module")

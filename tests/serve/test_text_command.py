@@ -23,9 +23,9 @@ PROMPT = ">>> help(json.dumps)\n"
 
 
 @pytest.fixture(scope="module")
-def served(start: Callable[..., Any], python_path: str) -> Any:
+def served(start: Callable[..., Any]) -> Any:
     """The command on a free port, with a token, and time to finish after SIGTERM."""
-    environment = {"SUBNETACT_TOKEN": TOKEN, "PYTHONPATH": python_path}
+    environment = {"SUBNETACT_TOKEN": TOKEN}
     return start("--text", "--slo-ms", "60000", "--grace-s", "1", environment=environment)
 
 

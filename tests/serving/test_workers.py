@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -338,8 +337,6 @@ while len(began) < len(batchers):
 """
 GENERATING = """
 import torch
-from torchvision_operators import define_missing
-define_missing()
 import subnetact
 torch.set_num_threads(1)
 from generation_tables import step_table
@@ -365,7 +362,6 @@ def test_the_interpreter_ends_while_threads_compute() -> None:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
     )
     assert (done.returncode, done.stderr) == (0, "")
 

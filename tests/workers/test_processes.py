@@ -112,10 +112,8 @@ def workers_of(pid: int) -> set[int]:
 
 def started(*words: str, **options: Any) -> subprocess.Popen[str]:
     """Start a Python program that finds the modules of the tests."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen([sys.executable, *words], env=environment, **pipes, **options)
+    return subprocess.Popen([sys.executable, *words], **pipes, **options)
 
 
 # -- faults -----------------------------------------------------------------------------------------
