@@ -10,13 +10,14 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+import numpy as np
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_explained
 from subnetact.errors import InsertError, first_line
 from subnetact.insertion.description import Group, Member, without_numbers
+from subnetact.insertion.function_trial import Mask, axes_but
 from subnetact.insertion.recorder import Recording, called_name, recorded
 from subnetact.insertion.relations import Masks, Mixed, Relations, is_grid, shape_of
 from subnetact.operators import ElasticAttribute, LayerNormSlice, Operator
@@ -198,7 +199,7 @@ class TracedModel:
 
     def _removal(self, axis: Any, runs: Sequence[tuple[int, int]]) -> Masks:
         """Return what goes with some outputs of a layer."""
-        mask = torch.zeros(self._relations.shape(axis), dtype=torch.bool)
+        mask = np.zeros(self._relations.shape(axis), bool)
         for start, stop in runs:
             mask[start:stop] = True
         try:
@@ -221,7 +222,7 @@ class TracedModel:
             refused = self._refusal(f"its outputs are inputs or outputs of the model{place}", masks, axis)
             refused.is_final = True
             raise refused
-        if any(bool(masks[node].all()) or not is_grid(masks[node]) for node in nodes):
+        if any(masks[node].all() or not is_grid(masks[node]) for node in nodes):
             raise self._refusal("what would be left of a tensor is nothing, or has no shape", masks, axis)
 
     def _refusal(self, reason: str, masks: Masks, axis: Any) -> _Refused:
@@ -230,7 +231,7 @@ class TracedModel:
         refused.masks = masks
         for key, mask in masks.items():
             layer = isinstance(key, tuple) and key[1] == "weight" and computes_channels(self._modules[key[0]])
-            if layer and key[2] == _out_axis(self._modules[key[0]]) and torch.equal(mask, masks[axis]):
+            if layer and key[2] == _out_axis(self._modules[key[0]]) and np.array_equal(mask, masks[axis]):
                 alike.append(key[0])
         refused.alike = tuple(alike)
         return refused
@@ -275,7 +276,7 @@ class TracedModel:
             x = next((n for n in node.all_input_nodes if n in masks), None)
             if module is not None and x is not None and _slicer(module) is LayerNormSlice:
                 by_channel = isinstance(module, nn.GroupNorm) or traits_of(module).kind == CHANNEL_NORM
-                axis = 1 if by_channel else masks[x].dim() - 1
+                axis = 1 if by_channel else masks[x].ndim - 1
                 if runs := _runs(masks[x], axis, shape_of(x)[axis]):  # A norm may have no tensors.
                     removed.setdefault((path, "features"), (LayerNormSlice, runs))
         return removed
@@ -353,13 +354,12 @@ class TracedModel:
                 yield from ((result, axis) for axis in range(len(shape)))
 
 
-def _runs(mask: Tensor, axis: int, length: int) -> _Runs:
+def _runs(mask: Mask, axis: int, length: int) -> _Runs:
     """Return (start, stop) of every run of entries of an axis that go as a whole."""
-    gone = mask.amin([i for i in range(mask.dim()) if i != axis]) if mask.dim() > 1 else mask
-    gone = gone.expand(length)
-    none = torch.zeros(1, dtype=torch.int)
-    edges = torch.diff(gone.int(), prepend=none, append=none)
-    starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
+    gone = np.zeros(length + 2, np.int8)
+    gone[1:-1] = mask.all(axes_but(axis, mask))
+    edges = np.diff(gone)
+    starts, stops = (np.flatnonzero(edges == edge).tolist() for edge in (1, -1))
     return tuple(zip(starts, stops, strict=True))
 
 

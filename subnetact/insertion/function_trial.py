@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
@@ -25,7 +27,13 @@ EMPTY = ("empty", "new_empty", "empty_like")
 UNCHECKED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Functions that read beyond their arguments if these do not fit; their modules check that first."""
 
-Tables: TypeAlias = tuple[list[Tensor], Tensor]
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""Which entries of a tensor go; 1 in its shape stands for an axis along which all are alike.
+
+Thousands of small ones are compared: numpy takes a third of torch's time for that.
+"""
+Places: TypeAlias = npt.NDArray[np.int64]
+Tables: TypeAlias = tuple[list[Places], Mask]
 """The index on every axis of a tensor that lies at some places, and which places have one.
 
 1 in their shapes stands for an axis along which all are alike.
@@ -43,44 +51,43 @@ class Move:
     input: int
     result: int
     shape: tuple[int, ...]
-    places: Tensor
+    places: Places
     to_result: Tables
     to_input: Tables | None
 
     @classmethod
-    def of(cls, input: int, result: int, shape: tuple[int, ...], places: Tensor) -> Move:
+    def of(cls, input: int, result: int, shape: tuple[int, ...], places: Places) -> Move:
         """Return the move of an input of a shape to some places in a result."""
         inside, back = places >= 0, None
         if len(used := places[inside]) == len(set(used.tolist())):
-            there = torch.full((math.prod(shape),), -1)
-            there[used] = inside.flatten().nonzero().flatten()
-            back = _tables(there.view(shape), places.shape)
+            there = np.full(math.prod(shape), -1)
+            there[used] = np.flatnonzero(inside)
+            back = _tables(there.reshape(shape), places.shape)
         return cls(input, result, shape, places, _tables(places, shape), back)
 
-    def before(self, mask: Tensor) -> Tensor | None:
+    def before(self, mask: Mask) -> Mask | None:
         """Return which entries of the input go with some of the result; None if none does."""
         if self.to_input is not None:
             return indexed(mask, *self.to_input)
-        size, mask = math.prod(self.shape), mask.expand(self.places.shape)
-        goes, stays = (
-            torch.zeros(size, dtype=torch.bool).index_fill_(0, self.places[chosen & (self.places >= 0)], True)
-            for chosen in (mask, ~mask)
-        )
-        if bool((goes & stays).any()) and self._is_copied(mask):
+        mask = np.broadcast_to(mask, self.places.shape)
+        goes, stays = np.zeros((2, math.prod(self.shape)), bool)
+        goes[self.places[mask & (self.places >= 0)]] = True
+        stays[self.places[~mask & (self.places >= 0)]] = True
+        if (goes & stays).any() and self._is_copied(mask):
             goes &= ~stays  # Some copies go, and what they are copies of stays.
-        goes, unread = goes.view(self.shape), ~(goes | stays).view(self.shape)
-        for axis in range(goes.dim() if bool(goes.any() and unread.any()) else 0):
-            others = [i for i in range(goes.dim()) if i != axis]
+        goes, unread = goes.reshape(self.shape), ~(goes | stays).reshape(self.shape)
+        for axis in range(goes.ndim if goes.any() and unread.any() else 0):
+            others = axes_but(axis, goes)
             if others:  # What is not read goes with all that is read at the same place of an axis.
-                whole = (goes | unread).amin(others, keepdim=True) & goes.amax(others, keepdim=True)
+                whole = (goes | unread).all(others, keepdims=True) & goes.any(others, keepdims=True)
                 goes = goes | (whole & unread)
-        return reduced(goes) if bool(goes.any()) else None
+        return reduced(goes) if goes.any() else None
 
-    def _is_copied(self, mask: Tensor) -> bool:
+    def _is_copied(self, mask: Mask) -> bool:
         """Tell whether data are copied along an axis, as `expand` does, of which entries go as a whole."""
-        for axis in range(mask.dim()):
-            alike = bool((self.places == self.places.narrow(axis, 0, 1)).all())
-            if mask.shape[axis] > 1 and alike and bool(mask.movedim(axis, 0).flatten(1).all(1).any()):
+        for axis in range(mask.ndim):
+            alike = (self.places == self.places.take([0], axis)).all()
+            if mask.shape[axis] > 1 and alike and mask.all(axes_but(axis, mask)).any():
                 return True
         return False
 
@@ -96,37 +103,40 @@ class Labels:
     moved: bool = False
 
 
-def _tables(places: Tensor, shape: Sequence[int]) -> Tables:
+def _tables(places: Places, shape: Sequence[int]) -> Tables:
     """Return the index on every axis of a shape that is at some places."""
     known = places >= 0
-    tables, stride = list[Tensor](), math.prod(shape)
+    tables, stride = list[Places](), math.prod(shape)
     for length in shape:
         stride //= length
-        at = torch.where(known, places // stride % length, -1)
-        for axis in range(at.dim()):
-            most = at.amax(axis, keepdim=True)
-            if bool(((at == most) | (at < 0)).all()):
+        at = np.where(known, places // stride % length, -1)
+        for axis in range(at.ndim):
+            most = at.max(axis, keepdims=True)
+            if ((at == most) | (at < 0)).all():
                 at = most
         tables.append(at)
     return tables, reduced(known)
 
 
-def indexed(mask: Tensor, tables: Sequence[Tensor], known: Tensor) -> Tensor | None:
+def indexed(mask: Mask, tables: Sequence[Places], known: Mask) -> Mask | None:
     """Return a mask at other places; None if nothing goes there."""
-    zero = torch.zeros((1,) * known.dim(), dtype=torch.int64)
-    index = [table.clamp(min=0) if n > 1 else zero for n, table in zip(mask.shape, tables, strict=True)]
-    moved = mask[tuple(index)] if index else mask.expand(zero.shape)
-    for n, table in zip(mask.shape, tables, strict=True):
-        if n > 1:
-            moved = moved & (table >= 0)
-    return moved if bool(moved.any()) else None
+    zero = np.zeros((1,) * known.ndim, np.int64)
+    index = [table if n > 1 else zero for n, table in zip(mask.shape, tables, strict=True)]
+    moved: Mask = mask[tuple(index)] if index else mask.reshape(zero.shape)
+    for table in index:
+        moved = moved & (table >= 0)
+    return moved if moved.any() else None
 
 
-def reduced(mask: Tensor) -> Tensor:
+def axes_but(axis: int, mask: Mask) -> tuple[int, ...]:
+    """Return the other axes of a mask."""
+    return tuple(i for i in range(mask.ndim) if i != axis)
+
+
+def reduced(mask: Mask) -> Mask:
     """Return a mask with 1 for every axis along which all entries are alike."""
-    for axis in range(mask.dim()):
-        first = mask.narrow(axis, 0, 1) if mask.shape[axis] else mask
-        if mask.shape[axis] > 1 and bool((mask == first).all()):
+    for axis, length in enumerate(mask.shape):
+        if length > 1 and (mask == (first := mask.take([0], axis))).all():
             mask = first
     return mask
 
@@ -194,10 +204,10 @@ class FunctionTrial:
             return Labels([*axes, labels], moved=True)
         moves, begin = list[Move](), 0
         for i, size in zip(read, sizes, strict=True):
-            for at, source in enumerate(orders[0]):
-                places = torch.where((source >= begin) & (source < begin + size), source - begin, -1)
-                if bool((places >= 0).any()):
-                    moves.append(Move.of(i, at, self._shapes[i], places))
+            for at, source in enumerate(map(Tensor.numpy, orders[0])):
+                inside = np.where((source >= begin) & (source < begin + size), source - begin, -1)
+                if (inside >= 0).any():
+                    moves.append(Move.of(i, at, self._shapes[i], inside))
             begin += size
         return moves
 

@@ -11,19 +11,20 @@ import math
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from subnetact.insertion.function_trial import FunctionTrial, Move, indexed
+from subnetact.insertion.function_trial import FunctionTrial, Mask, Move, axes_but, indexed
 from subnetact.insertion.recorder import Recording, called_name
 from subnetact.operators.layer_traits import CHANNEL_NORM, norm_features, traits_of
 from subnetact.spec import grouped
 
-Masks: TypeAlias = dict[Any, Tensor]
+Masks: TypeAlias = dict[Any, Mask]
 """Which entries go, of the tensor that a node returns, or of an axis of a parameter or buffer.
 
 The key of the latter is (path of a module, name, axis). 1 in a shape stands for an axis along which all are
@@ -91,30 +92,39 @@ class _Labelled:
     summed: bool = False
     moved: bool = False
 
-    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Tensor]]:
+    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Mask]]:
         """Yield what goes with masks that are `new`, and all of what cannot go in part."""
-        for place in self.places:
-            key, parts = place
+        for key, parts, alone, followers in self._steps:
             if key not in new:
                 continue
-            labels = _labels(parts)
             mask = left = _viewed(masks[key], parts)
+            for (other, others), over, here, order, there in followers:
+                gone = mask.all(over) if over else mask
+                if gone.any():
+                    left = left & ~gone[here]
+                    yield other, _joined(gone.transpose(order)[there], others)
+            if left.any() and not (self.summed and is_grid(mask)):
+                whole: Mask = np.logical_or.reduce(left, alone, keepdims=True)
+                if whole.all() or not (whole & ~mask).any():
+                    raise _Unexplained
+                yield key, _joined(whole, parts)
+
+    @cached_property
+    def _steps(self) -> list[tuple[Any, tuple[Part, ...], tuple[int, ...], list[Any]]]:
+        """Return for every place the axes that no other has, and the other places with axes to get there."""
+        steps = []
+        for place in self.places:
+            labels, followers = _labels(place[1]), list[Any]()
             for other in self.places:
                 others = _labels(other[1])
                 shared = [name for name in labels if name in others and name and not name.isupper()]
-                if other == place or not shared:
-                    continue
-                over = [axis for axis, label in enumerate(labels) if label not in shared]
-                gone = mask.amin(over) if over else mask
-                if bool(gone.any()):
-                    left = left & ~_aligned(gone, shared, labels)
-                    yield other[0], _joined(_aligned(gone, shared, others), other[1])
-            if bool(left.any()) and not (self.summed and is_grid(mask)):
-                alone = [axis for axis, label in enumerate(labels) if label is None or label.isupper()]
-                whole = left.amax(alone, keepdim=True) if alone else left
-                if bool(whole.all()) or not bool((whole & ~mask).any()):
-                    raise _Unexplained
-                yield key, _joined(whole, parts)
+                if other != place and shared:
+                    over = tuple(axis for axis, label in enumerate(labels) if label not in shared)
+                    order = [shared.index(label) for label in others if label in shared]
+                    followers.append((other, over, _spaced(labels, shared), order, _spaced(others, shared)))
+            alone = tuple(axis for axis, label in enumerate(labels) if label is None or label.isupper())
+            steps.append((*place, alone, followers))
+        return steps
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class _Moved:
     results: list[fx.Node]
     moves: list[Move]
 
-    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Tensor]]:
+    def spread(self, masks: Masks, new: Set[Any]) -> Iterator[tuple[Any, Mask]]:
         """Yield what goes with masks that are `new`: what is moved to or from the same places."""
         known = {key: masks[key] for key in self.inputs if key in new}
         gone = {result: masks[result] for result in self.results if result in new}
@@ -149,7 +159,7 @@ def _labels(parts: Sequence[Part]) -> list[str | None]:
     return [label for _, inner in parts for label in inner]
 
 
-def _viewed(mask: Tensor, parts: Sequence[Part]) -> Tensor:
+def _viewed(mask: Mask, parts: Sequence[Part]) -> Mask:
     """Return a mask in the view of a place."""
     sizes = list[int]()
     for whole, (lengths, _) in zip(mask.shape, parts, strict=True):
@@ -157,7 +167,7 @@ def _viewed(mask: Tensor, parts: Sequence[Part]) -> Tensor:
     return mask.reshape(sizes)
 
 
-def _joined(mask: Tensor, parts: Sequence[Part]) -> Tensor:
+def _joined(mask: Mask, parts: Sequence[Part]) -> Mask:
     """Return a mask of a view as one of the tensor."""
     sizes, at, full = list[int](), 0, list(mask.shape)
     for lengths, _ in parts:
@@ -166,22 +176,20 @@ def _joined(mask: Tensor, parts: Sequence[Part]) -> Tensor:
         sizes.append(math.prod(lengths) if varies else 1)
         full[at:end] = lengths if varies else [1] * len(lengths)
         at = end
-    return mask.expand(full).reshape(sizes)
+    return np.broadcast_to(mask, full).reshape(sizes)
 
 
-def is_grid(mask: Tensor) -> bool:
+def is_grid(mask: Mask) -> bool:
     """Tell whether what goes are whole entries of axes, so that a tensor of fewer entries is left."""
     left = mask
-    for axis in range(mask.dim()):
-        others = [i for i in range(mask.dim()) if i != axis]
-        left = left & ~(mask.amin(others, keepdim=True) if others else mask)
-    return not bool(left.any())
+    for axis in range(mask.ndim):
+        left = left & ~mask.all(axes_but(axis, mask), keepdims=True)
+    return not left.any()
 
 
-def _aligned(gone: Tensor, shared: Sequence[str], labels: Sequence[str | None]) -> Tensor:
-    """Return a mask over shared labels as one over labels, with 1 for those that it does not have."""
-    gone = gone.permute([shared.index(label) for label in labels if label in shared])
-    return gone[tuple(slice(None) if label in shared else None for label in labels)]
+def _spaced(labels: Sequence[str | None], shared: Sequence[str]) -> tuple[slice | None, ...]:
+    """Return the index that makes a mask over shared labels one over labels, with 1 for the others."""
+    return tuple(slice(None) if label in shared else None for label in labels)
 
 
 class Relations:
@@ -213,7 +221,7 @@ class Relations:
         """Return the shape that a mask has."""
         return (self.tensor(key[:2]).shape[key[2]],) if isinstance(key, tuple) else shape_of(key)
 
-    def closure(self, key: Any, mask: Tensor) -> Masks:
+    def closure(self, key: Any, mask: Mask) -> Masks:
         """Return everything that goes with some entries.
 
         Raises:
@@ -230,11 +238,11 @@ class Relations:
             try:
                 for other, more in () if function is None else list(function.spread(masks, new)):
                     former = masks.get(other)
-                    if former is None or bool((more & ~former).any()):
+                    if former is None or (more & ~former).any():
                         masks[other] = more if former is None else former | more
                         for near in (around := self._around.get(other, ())):
                             news.setdefault(near, set()).add(other)
-                        if not bool(masks[other].all()):  # Nothing would be left of it.
+                        if not masks[other].all():  # Nothing would be left of it.
                             changed.update(dict.fromkeys(around))
             except _Unexplained:
                 mixing = mixing or node
