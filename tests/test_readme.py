@@ -25,7 +25,7 @@ ORDINARY, OWN, EXPORT = (
 @pytest.fixture(autouse=True)
 def quick_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure latencies shortly: what the blocks show does not depend on how precise they are."""
-    quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 2, "max_windows": 2}
+    quick = {"warmup_ms": 0.0, "min_time_ms": 5.0, "windows": 1, "max_windows": 1}
     monkeypatch.setattr(subnetact, "profile_latency", partial(subnetact.profile_latency, **quick))
 
 

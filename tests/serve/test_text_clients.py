@@ -18,6 +18,7 @@ from subnetact.generation import profile_steps
 from subnetact.generation.text import DATA, END, load_text_supernet, switchable_subnets
 from subnetact.serve.cli import main
 
+pytestmark = pytest.mark.heavy
 PROMPTS = [">>> help(json.dumps)\n", ">>> help(re.sub)\n"]
 TOKENS = 12
 

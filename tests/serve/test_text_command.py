@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 from subnetact.generation.text import text_facts
 
 openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.heavy
 
 TOKEN = "a-token-of-the-tests"
 PROMPT = ">>> help(json.dumps)\n"
