@@ -30,6 +30,7 @@ logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens
 TICK_S = 0.02  # how often expired requests and a step that hangs are looked for
+IDLE_S = 0.5  # how often a generator without requests looks for new weights; a request ends the wait
 
 
 class Generator(ClosedOnExit):
@@ -301,7 +302,7 @@ class Generator(ClosedOnExit):
                     scheduler.prepare(math.inf)
                     if scheduler.closed is not None and not scheduler.requests:
                         return
-                self._news.wait(TICK_S)
+                self._news.wait(TICK_S if scheduler.requests else IDLE_S)
                 self._news.clear()
         except BaseException as error:
             logger.exception("the generator ends")
