@@ -204,7 +204,7 @@ class FunctionTrial:
             return Labels([*axes, labels], moved=True)
         moves, begin = list[Move](), 0
         for i, size in zip(read, sizes, strict=True):
-            for at, source in enumerate(map(Tensor.numpy, orders[0])):
+            for at, source in enumerate(t.numpy(force=True) for t in orders[0]):
                 inside = np.where((source >= begin) & (source < begin + size), source - begin, -1)
                 if (inside >= 0).any():
                     moves.append(Move.of(i, at, self._shapes[i], inside))
