@@ -173,7 +173,10 @@ class TracedModel:
         """
         alike = without_numbers(axis[0]), outputs
         counts = [n for n in range(1, outputs // 2 + 1) if outputs % n == 0]
+        first, together = Masks(), 0  # as many first outputs reach each other: fewer of them are no unit
         for count in dict.fromkeys([1, self._counts.get(alike, 1), *counts]):
+            if count <= together:
+                continue
             reached: set[Any] | None = None
             mixed = False
             try:
@@ -184,6 +187,7 @@ class TracedModel:
                     raise
                 first, mixed = refused.masks, refused.is_mixed
             runs = _runs(first[axis], 0, outputs)
+            together = runs[0][1]
             each = sum(stop - start for start, stop in runs)
             full = outputs // each
             ends = [start + (stop - start) * full for start, stop in runs]
@@ -195,7 +199,8 @@ class TracedModel:
                 if _parameters(masks) == reached:
                     self._counts[alike] = count
                     return masks, each, full
-        raise _Refused("its outputs are used in parts that are not equal, or only all of them together")
+        why = "its outputs are used in parts that are not equal, or only all of them together"
+        raise self._refusal(why, first, axis)
 
     def _removal(self, axis: Any, runs: Sequence[tuple[int, int]]) -> Masks:
         """Return what goes with some outputs of a layer."""

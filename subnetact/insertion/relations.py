@@ -98,11 +98,11 @@ class _Labelled:
             if key not in new:
                 continue
             mask = left = _viewed(masks[key], parts)
-            for (other, others), over, here, order, there in followers:
+            for other, split, over, here, order, there in followers:
                 gone = mask.all(over) if over else mask
                 if gone.any():
                     left = left & ~gone[here]
-                    yield other, _joined(gone.transpose(order)[there], others)
+                    yield other, _joined(gone.transpose(order)[there], split)
             if left.any() and not (self.summed and is_grid(mask)):
                 whole: Mask = np.logical_or.reduce(left, alone, keepdims=True)
                 if whole.all() or not (whole & ~mask).any():
@@ -111,7 +111,10 @@ class _Labelled:
 
     @cached_property
     def _steps(self) -> list[tuple[Any, tuple[Part, ...], tuple[int, ...], list[Any]]]:
-        """Return for every place the axes that no other has, and the other places with axes to get there."""
+        """Return for every place the axes that no other has, and the other places with axes to get there.
+
+        Parts are left out where every axis is viewed as it is.
+        """
         steps = []
         for place in self.places:
             labels, followers = _labels(place[1]), list[Any]()
@@ -121,9 +124,10 @@ class _Labelled:
                 if other != place and shared:
                     over = tuple(axis for axis, label in enumerate(labels) if label not in shared)
                     order = [shared.index(label) for label in others if label in shared]
-                    followers.append((other, over, _spaced(labels, shared), order, _spaced(others, shared)))
+                    spaces = _spaced(labels, shared), order, _spaced(others, shared)
+                    followers.append((other[0], _split(other[1]), over, *spaces))
             alone = tuple(axis for axis, label in enumerate(labels) if label is None or label.isupper())
-            steps.append((*place, alone, followers))
+            steps.append((place[0], _split(place[1]), alone, followers))
         return steps
 
 
@@ -155,12 +159,19 @@ class _Moved:
                 yield self.results[move.result], after
 
 
+def _split(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return parts, or none if every axis is viewed as it is."""
+    return parts if any(len(lengths) > 1 for lengths, _ in parts) else ()
+
+
 def _labels(parts: Sequence[Part]) -> list[str | None]:
     return [label for _, inner in parts for label in inner]
 
 
 def _viewed(mask: Mask, parts: Sequence[Part]) -> Mask:
     """Return a mask in the view of a place."""
+    if not parts:
+        return mask
     sizes = list[int]()
     for whole, (lengths, _) in zip(mask.shape, parts, strict=True):
         sizes += lengths if whole > 1 or math.prod(lengths) == 1 else [1] * len(lengths)
@@ -169,6 +180,8 @@ def _viewed(mask: Mask, parts: Sequence[Part]) -> Mask:
 
 def _joined(mask: Mask, parts: Sequence[Part]) -> Mask:
     """Return a mask of a view as one of the tensor."""
+    if not parts:
+        return mask
     sizes, at, full = list[int](), 0, list(mask.shape)
     for lengths, _ in parts:
         end = at + len(lengths)
