@@ -39,6 +39,9 @@ LARGE = 30.0
 FEW_TOKENS, FEW_PIXELS = 8, 36
 """What is tried on many subnets has about so many tokens, or pixels per side, if the network takes these."""
 
+FEW_PLACES = 4
+"""So few places are tried one by one: where all of them change outputs, that takes fewer runs than halves."""
+
 Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
 Pieces: TypeAlias = list[tuple[nn.Parameter, int, int, int, int]]
@@ -121,16 +124,17 @@ def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> li
         if all(int(mask.sum()) >= MOST_WEAK * mask.numel() for mask in masks):
             pieces = zip(places[place], masks, strict=True)
             weak[place] = [(p.detach().narrow(*at), mask) for (p, _, *at), mask in pieces]
-    return _still(run, weak, outputs)
+    return _still(run, weak, outputs) if weak and _moves(run, weak, outputs) else list(weak)
 
 
 def _still(run: Run, weak: dict[Place, Weak], outputs: Outputs) -> list[Place]:
-    """Return the places in which other numbers change no output, by halves of those that do together."""
-    if not weak or not _moves(run, [piece for pieces in weak.values() for piece in pieces], outputs):
-        return list(weak)
-    half = len(weak) // 2
-    halves = [dict(items) for items in (list(weak.items())[:half], list(weak.items())[half:])]
-    return [place for part in halves for place in _still(run, part, outputs)] if half else []
+    """Return the places in which other numbers change no output, of those that together do, by halves."""
+    still, count = list[Place](), -(-len(weak) // 2) if len(weak) > FEW_PLACES else 1
+    for start in range(0, len(weak), count) if len(weak) > 1 else ():
+        part = dict(list(weak.items())[start : start + count])
+        few = 1 < len(part) <= FEW_PLACES
+        still += _still(run, part, outputs) if few or _moves(run, part, outputs) else part
+    return still
 
 
 def _lines(gradient: Tensor, place: Place, lead: int, axis: int, start: int, size: int) -> Tensor:
@@ -170,9 +174,9 @@ def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[
 
 
 @torch.no_grad()
-def _moves(run: Run, weak: Weak, outputs: Outputs) -> bool:
+def _moves(run: Run, places: dict[Place, Weak], outputs: Outputs) -> bool:
     """Tell whether other numbers, at last very large ones, in the place of weak ones change an output."""
-    draw = torch.Generator().manual_seed(1)
+    draw, weak = torch.Generator().manual_seed(1), [piece for pieces in places.values() for piece in pieces]
     former = [piece.clone() for piece, _ in weak]
     try:
         for size in (1.0, LARGE):
