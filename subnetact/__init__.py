@@ -54,8 +54,8 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              86    37      8
     space            357   169      6
     operators       2338   814     18
-    supernet        2827   850      7
-    insertion       4128   941     12
+    supernet        2833   850      7
+    insertion       4140   947     12
     ofa_adapters    2555   522      7
     digits           136    18      7
     calibration      684   165      1
@@ -68,13 +68,13 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     nas              879   378      8
     profile         1214   277      1
     serving         4696  1917     34
-    generation      1639   500     13
+    generation      1640   500     13
     export          1002   394      7
     simulate           9     5      2
     serve           1768   369      7
     cluster          446   117      3
     __main__          17     2      0
-    all            31646  9311    202
+    all            31665  9317    202
 
 The README has a glossary of the words that are used here.
 """

@@ -16,14 +16,16 @@ import pytest
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 TESTS = Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "started")])
+PLACES = [str(TESTS.parent), str(TESTS / "started"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(PLACES)))
 gc.set_threshold(10_000, 10, 10)  # with `frozen`: garbage collections were an eighth of the time
 atexit.register(gc.freeze)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import torch, but not into the process that only deals tests out to others, which wait for it."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    deals = config.getoption("numprocesses", None) and not config.getoption("collectonly")
+    if hasattr(config, "workerinput") or not deals:
         config.pluginmanager.import_plugin("shared_fixtures")
 
 

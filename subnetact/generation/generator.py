@@ -30,7 +30,7 @@ logger = logging.getLogger("subnetact.generation")
 COLDEST = 1e-6  # at lower temperatures the most likely token is taken; quotients could be infinite
 MOST_LOGPROBS = 20  # that are told of the most likely tokens
 TICK_S = 0.02  # how often expired requests and a step that hangs are looked for
-IDLE_S = 0.5  # how often a generator without requests looks for new weights; a request ends the wait
+IDLE_S = 0.5  # how often a generator without requests looks for new weights, before a request needs them
 
 
 class Generator(ClosedOnExit):

@@ -173,10 +173,8 @@ class TracedModel:
         """
         alike = without_numbers(axis[0]), outputs
         counts = [n for n in range(1, outputs // 2 + 1) if outputs % n == 0]
-        first, together = Masks(), 0  # as many first outputs reach each other: fewer of them are no unit
+        followed = True
         for count in dict.fromkeys([1, self._counts.get(alike, 1), *counts]):
-            if count <= together:
-                continue
             reached: set[Any] | None = None
             mixed = False
             try:
@@ -186,8 +184,8 @@ class TracedModel:
                 if refused.is_final:
                     raise
                 first, mixed = refused.masks, refused.is_mixed
+            followed = followed and not mixed
             runs = _runs(first[axis], 0, outputs)
-            together = runs[0][1]
             each = sum(stop - start for start, stop in runs)
             full = outputs // each
             ends = [start + (stop - start) * full for start, stop in runs]
@@ -200,7 +198,8 @@ class TracedModel:
                     self._counts[alike] = count
                     return masks, each, full
         why = "its outputs are used in parts that are not equal, or only all of them together"
-        raise self._refusal(why, first, axis)
+        # What is mixed depends on the layer at which one begins, so that others may be no layers like it.
+        raise self._refusal(why, first, axis) if followed else _Refused(why)
 
     def _removal(self, axis: Any, runs: Sequence[tuple[int, int]]) -> Masks:
         """Return what goes with some outputs of a layer."""

@@ -111,9 +111,11 @@ class _Labelled:
 
     @cached_property
     def _steps(self) -> list[tuple[Any, tuple[Part, ...], tuple[int, ...], list[Any]]]:
-        """Return for every place the axes that no other has, and the other places with axes to get there.
+        """Return for every place its key, its parts, the axes that no other place has, and what follows it.
 
-        Parts are left out where every axis is viewed as it is.
+        Of what follows it: its key and parts, the axes that it lacks, and how a mask over those that both
+        have becomes one of the place (an index), and of what follows (an order and an index). Parts are left
+        out where every axis is viewed as it is.
         """
         steps = []
         for place in self.places:
@@ -124,8 +126,8 @@ class _Labelled:
                 if other != place and shared:
                     over = tuple(axis for axis, label in enumerate(labels) if label not in shared)
                     order = [shared.index(label) for label in others if label in shared]
-                    spaces = _spaced(labels, shared), order, _spaced(others, shared)
-                    followers.append((other[0], _split(other[1]), over, *spaces))
+                    here, there = _spaced(labels, shared), _spaced(others, shared)
+                    followers.append((other[0], _split(other[1]), over, here, order, there))
             alone = tuple(axis for axis, label in enumerate(labels) if label is None or label.isupper())
             steps.append((place[0], _split(place[1]), alone, followers))
         return steps
@@ -363,7 +365,8 @@ class Relations:
     def _einsum(self, node: fx.Node) -> list[Place] | None:
         equation, *operands = tree_leaves(node.args)
         terms, arrow, result = str(equation).replace(" ", "").partition("->")
-        if not arrow or "." in terms or not terms.islower():
+        repeated = any(len({*term}) < len(term) for term in terms.split(","))  # a diagonal
+        if not arrow or "." in terms or not terms.islower() or repeated:
             return None
         return self._places([*zip(terms.split(","), operands, strict=True), (result, node)], 1)
 

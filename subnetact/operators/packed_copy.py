@@ -65,7 +65,7 @@ class PackedCopy:
         return found
 
     def _changes_now(self) -> int:
-        """Return what `changes_of` does, in half of its time, for modules ask at every read."""
+        """Return what `changes_of` does, in half of its time, because modules ask at every read."""
         return sum([tensor._version for tensor in self._versioned])
 
     def _made(self) -> dict[str, Tensor]:

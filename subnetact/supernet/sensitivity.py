@@ -40,7 +40,7 @@ FEW_TOKENS, FEW_PIXELS = 8, 36
 """What is tried on many subnets has about so many tokens, or pixels per side, if the network takes these."""
 
 FEW_PLACES = 4
-"""So few places are tried one by one: where all of them change outputs, that takes fewer runs than halves."""
+"""So few places are tried one by one, which takes fewer runs than halves do where most change outputs."""
 
 Place: TypeAlias = tuple[str, str]
 """The name of an operator, and of a part of it or a segment of a part."""
@@ -128,10 +128,13 @@ def _hidden(run: Run, places: dict[Place, Pieces], asked: Iterable[Place]) -> li
 
 
 def _still(run: Run, weak: dict[Place, Weak], outputs: Outputs) -> list[Place]:
-    """Return the places in which other numbers change no output, of those that together do, by halves."""
-    still, count = list[Place](), -(-len(weak) // 2) if len(weak) > FEW_PLACES else 1
-    for start in range(0, len(weak), count) if len(weak) > 1 else ():
-        part = dict(list(weak.items())[start : start + count])
+    """Return the places, of some that together change an output, in which other numbers alone change none."""
+    items, still = list(weak.items()), list[Place]()
+    if len(items) < 2:
+        return []
+    count = -(-len(items) // 2) if len(items) > FEW_PLACES else 1
+    for start in range(0, len(items), count):
+        part = dict(items[start : start + count])
         few = 1 < len(part) <= FEW_PLACES
         still += _still(run, part, outputs) if few or _moves(run, part, outputs) else part
     return still
@@ -174,13 +177,13 @@ def _gradients(run: Run, parameters: list[nn.Parameter]) -> tuple[Outputs, dict[
 
 
 @torch.no_grad()
-def _moves(run: Run, places: dict[Place, Weak], outputs: Outputs) -> bool:
+def _moves(run: Run, weak: dict[Place, Weak], outputs: Outputs) -> bool:
     """Tell whether other numbers, at last very large ones, in the place of weak ones change an output."""
-    draw, weak = torch.Generator().manual_seed(1), [piece for pieces in places.values() for piece in pieces]
-    former = [piece.clone() for piece, _ in weak]
+    draw, pieces = torch.Generator().manual_seed(1), [piece for place in weak.values() for piece in place]
+    former = [piece.clone() for piece, _ in pieces]
     try:
         for size in (1.0, LARGE):
-            for (piece, mask), numbers in zip(weak, former, strict=True):
+            for (piece, mask), numbers in zip(pieces, former, strict=True):
                 scale = size * (float(numbers.square().mean().sqrt()) or 1.0)
                 other = scale * torch.randn(piece.shape, generator=draw).to(piece)
                 piece.copy_(torch.where(mask, other, numbers))
@@ -191,7 +194,7 @@ def _moves(run: Run, places: dict[Place, Weak], outputs: Outputs) -> bool:
         raise_if_explained(error)
         return True
     finally:
-        for (piece, _), numbers in zip(weak, former, strict=True):
+        for (piece, _), numbers in zip(pieces, former, strict=True):
             piece.copy_(numbers)
 
 

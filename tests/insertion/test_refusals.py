@@ -101,6 +101,18 @@ def finding(m: Any, x: Tensor) -> list[dict[str, Tensor]]:
     return [{"boxes": y[:, 1:], "scores": y[:, 0]}]
 
 
+def diagonal(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    output: Tensor = m.b(h) + torch.einsum("ii->i", h.t() @ h).sum()
+    return output
+
+
+def weighted(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two sums over pairs of channels; a softmax mixes a channel with the other one of its pair."""
+    pairs = m.a(x).unflatten(-1, (-1, 2))
+    return m.w(pairs).sum(1), (pairs.softmax(-1) * pairs).sum(1)
+
+
 class Buffered(Plain):
     """A model that moves a buffer to the device of its input, as CTRL of transformers does."""
 
@@ -163,6 +175,13 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Tensor, str, Mapping[str, int
         SEQUENCE,
         "attention.heads",
         {"attention.out_proj.weight": 1},
+    ),
+    "a diagonal": (lambda: Written(diagonal, a=(8, 16), b=(16, 4)), X, "a.ffn", FIRST),
+    "what mixes alone and not together": (
+        lambda: Written(weighted, bias=False, a=(8, 16), w=(2, 5)),
+        X,
+        "a.",
+        {"a.weight": 0},
     ),
     "heads without a number": (GraphAttention, SEQUENCE, "w", {"o.weight": 1}),
     "a scale of several channels": (PerGroup, X, "a", {"b.weight": 1}),

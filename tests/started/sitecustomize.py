@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 gc.set_threshold(10_000, 10, 10)
@@ -18,9 +19,10 @@ class _Torchvision:
     def find_spec(self, name: str, *_: object) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from torchvision_operators import define_missing
+            with suppress(ImportError):  # of torch
+                from torchvision_operators import define_missing
 
-            define_missing()
+                define_missing()
 
 
 sys.meta_path.insert(0, _Torchvision())

@@ -123,7 +123,7 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
     opened: Open, wait_for: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A crash in native code, an exit and a hang cost a retry; errors arrive as they are."""
-    batcher = opened(spares=0, watchdog_ms=1500.0)
+    batcher = opened(spares=0, watchdog_ms=2000.0)
     first = pid_of(batcher)
     assert first != os.getpid()
     assert ask(batcher, "double", 21.0).result(60).output == np.array([42.0])
