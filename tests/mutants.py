@@ -86,7 +86,7 @@ def drawn(room: str, count: int, seed: int) -> list[tuple[Path, int]]:
 
 def killed(copy: Path, tests: str, limit_s: float) -> bool:
     """Return whether a test fails, or does not end in time, on the changed copy."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider", tests]
     settings = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment = os.environ | settings
     try:
