@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, index
+from operator import index
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 from subnetact.operators.layer_traits import is_batch_norm
+from subnetact.operators.tensor_version import changes_of, counting
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.forward_state import note_state_, watched_buffers
@@ -23,8 +24,6 @@ from subnetact.supernet.statistics import batch_norms, require_calibrated
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import shared_view
 from subnetact.supernet.views import private_view
-
-_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +62,14 @@ class Bound:
             if row is None or not is_batch_norm(module):
                 found += [b for b in module._buffers.values() if b is not None and not is_counter(b)]
         read = (source for t in found for source in (t.packed.sources if hasattr(t, "packed") else [t]))
-        return [t for t in read if not t.is_inference()]
+        return counting(read)
 
     def moment(self) -> tuple[Any, ...]:
         """Return another value after any change of what this view reads."""
         generation = self.supernet.generation
         if self.statistics_row is None:  # Nothing counts the changes of shared statistics but their owner.
             return generation.number, generation.moment()
-        return generation.number, sum(map(_version, self._reads))
+        return generation.number, changes_of(self._reads)
 
     def changes_itself(self, x: Any) -> bool:
         """Run a batch and tell whether the network's own forward changes buffers, of which it gets copies."""

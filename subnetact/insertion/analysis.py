@@ -173,7 +173,7 @@ class TracedModel:
         """
         alike = without_numbers(axis[0]), outputs
         counts = [n for n in range(1, outputs // 2 + 1) if outputs % n == 0]
-        followed = True
+        mixed_once = False
         for count in dict.fromkeys([1, self._counts.get(alike, 1), *counts]):
             reached: set[Any] | None = None
             mixed = False
@@ -184,7 +184,7 @@ class TracedModel:
                 if refused.is_final:
                     raise
                 first, mixed = refused.masks, refused.is_mixed
-            followed = followed and not mixed
+            mixed_once = mixed_once or mixed
             runs = _runs(first[axis], 0, outputs)
             each = sum(stop - start for start, stop in runs)
             full = outputs // each
@@ -199,7 +199,7 @@ class TracedModel:
                     return masks, each, full
         why = "its outputs are used in parts that are not equal, or only all of them together"
         # What is mixed depends on the layer at which one begins, so that others may be no layers like it.
-        raise self._refusal(why, first, axis) if followed else _Refused(why)
+        raise _Refused(why) if mixed_once else self._refusal(why, first, axis)
 
     def _removal(self, axis: Any, runs: Sequence[tuple[int, int]]) -> Masks:
         """Return what goes with some outputs of a layer."""

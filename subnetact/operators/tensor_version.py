@@ -1,6 +1,7 @@
 """The version counter of a tensor, which tells whether the tensor has changed in place, and its storage."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,15 +9,22 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+_version = attrgetter("_version")
+
 
 def tensor_version(tensor: Tensor) -> int:
     """Return a number that grows when a tensor changes in place; always 0 if made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
+def counting(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that count their changes; those that were made in inference mode do not."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]
+
+
 def changes_of(tensors: Iterable[Tensor]) -> int:
-    """Return a number that grows whenever one of the tensors, always the same ones, is changed in place."""
-    return sum(map(tensor_version, tensors))
+    """Return a number that grows whenever one of some tensors that are `counting` is changed in place."""
+    return sum(map(_version, tensors))
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -15,19 +15,18 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from subnetact.errors import StaleWeights
 from subnetact.files.fork import hear_of_forks, new_lock
+from subnetact.operators.tensor_version import changes_of, counting
 from subnetact.supernet.bind import operators_in
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.views import Views
 
 _numbers = itertools.count(1)
-_version = attrgetter("_version")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -50,10 +49,9 @@ class Weights:
     def __init__(
         self, tensors: tuple[list[Tensor], list[Tensor]], moment: Moment, carried: bool = False
     ) -> None:
-        # Tensors that were made in inference mode count no changes.
-        self._tensors = tuple([t for t in part if not t.is_inference()] for part in tensors)
+        self._tensors = tuple(map(counting, tensors))
         self._carried = carried
-        own, norms = (sum(map(_version, part)) for part in self._tensors)
+        own, norms = map(changes_of, self._tensors)
         self._start = moment._replace(changes=moment.changes - own, statistics=moment.statistics - norms)
         self.last: Moment | None = None  # if the supernet moves on to others, or has done so
 
@@ -63,7 +61,7 @@ class Weights:
             return self.last
         owner, weights, changes, statistics = self._start
         own, norms = self._tensors
-        changes, statistics = changes + sum(map(_version, own)), statistics + sum(map(_version, norms))
+        changes, statistics = changes + changes_of(own), statistics + changes_of(norms)
         return Moment(owner, weights, changes, statistics)
 
     def close(self, changed: bool = False) -> None:

@@ -23,7 +23,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from subnetact.engine.engine import Engine
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
 from subnetact.files.fork import new_lock
-from subnetact.operators.tensor_version import changes_of, storage_id
+from subnetact.operators.tensor_version import changes_of, counting, storage_id
 from subnetact.supernet.load import held_tensors, is_movable, move_storage_
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
@@ -217,7 +217,7 @@ def _state(part: Any) -> Any:
     if isinstance(part, Engine):
         return part.changes
     generation, rows = part.generation, tuple(part.norms.rows.values())
-    return (generation.number, rows), (generation.moment(), changes_of(row.flat for row in rows))
+    return (generation.number, rows), (generation.moment(), changes_of(counting(row.flat for row in rows)))
 
 
 def _share(supernet: Supernet) -> None:

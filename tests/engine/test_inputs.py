@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_networks import one_width
+from short_windows import SHORT
 from small_decoders import small_decoder
 from small_families import small_supernet
 from torch import Tensor, nn
@@ -394,10 +395,9 @@ def test_workers_batchers_and_bundles_cut_outputs_too(tmp_path: Path) -> None:
     for one in (sent, loaded):
         assert one.shape_of(tagged(3)) == 0
         assert [y["scores"].shape for y in one.run(0, [tagged(2), tagged(7)], 2)] == [(2, 9), (7, 9)]
-    quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
-    tables = [profile_latency(engine, [1, 4], shape=i, **quick) for i in range(2)]
+    tables = [profile_latency(engine, [1, 4], shape=i, **SHORT) for i in range(2)]
     assert [table.stamp["input_shape"]["ids"] for table in tables] == [[4], [9]]
-    assert profile_latency(engine, [1], **quick).stamp["input_shape"]["ids"] == [9]
+    assert profile_latency(engine, [1], **SHORT).stamp["input_shape"]["ids"] == [9]
     with pytest.raises(TableError, match="shape"):
         profile_latency(engine, [1], shape=2)
     with Batcher(engine, policy=Fixed(tables[-1], 1), table=tables, slo_ms=10_000.0) as batcher:

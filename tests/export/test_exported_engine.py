@@ -12,6 +12,7 @@ import pytest
 import torch
 from digits_exports import digits_engine, wrong_in_threads
 from elastic_networks import one_width
+from short_windows import SHORT
 from torch import nn
 
 import subnetact
@@ -22,7 +23,6 @@ from subnetact.export import ExportedEngine, load_exported, to_onnx
 pytestmark = pytest.mark.heavy  # ONNX
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
-QUICK: dict[str, Any] = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_some_subnets_run_and_are_profiled_as_what_they_are(engine: Engine, tmp_
         for x in (IMAGES[:1], IMAGES, IMAGES.transpose(2, 3)):
             want = engine.supernet(x, subnet=spec)
             torch.testing.assert_close(loaded(x, subnet=i), want, atol=5e-5, rtol=5e-5)
-    table = profile_latency(loaded, [1, 3], accuracy=[60, 70], **QUICK)
+    table = profile_latency(loaded, [1, 3], accuracy=[60, 70], **SHORT)
     assert (table.subnets, table.accuracy) == (loaded.keys, (60, 70))
     assert (table.stamp["program"], table.stamp["supernet"]) == ("onnx", engine.fingerprint)
     assert table.stamp["space"] == engine.supernet.space.id
@@ -91,7 +91,7 @@ def test_some_subnets_run_and_are_profiled_as_what_they_are(engine: Engine, tmp_
         answer = batcher.submit(IMAGES[0]).result(60)
     want = engine.supernet(IMAGES[:1], subnet=loaded.specs[answer.subnet])[0]
     torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=5e-5)
-    of_engine = profile_latency(engine, [1], accuracy=[60, 70, 80], **QUICK)
+    of_engine = profile_latency(engine, [1], accuracy=[60, 70, 80], **SHORT)
     with pytest.raises(ProfileMismatch, match=r"'engine', and 'onnx' runs.*profile_latency\(engine\)"):
         Batcher(loaded, table=of_engine.select([1, 2]), slo_ms=5000)
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from elastic_networks import in_threads, one_width, plain_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from short_windows import SHORT
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -270,13 +271,12 @@ def test_a_file_measures_itself_and_knows_what_it_is(digits: Supernet, tmp_path:
     assert loaded.inputs == ["x: float32 batch:1:1073741824 1 16 16"]
     facts = digits.fingerprint(), torch.__version__, str(torch.get_num_threads())
     assert tuple(loaded.facts[name] for name in ("fingerprint", "torch", "threads")) == facts
-    quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
-    again = profile_latency(loaded, [1, 4], **quick)
+    again = profile_latency(loaded, [1, 4], **SHORT)
     assert (again.subnets, again.accuracy) == (engine.keys, (60, 70, 80))
     assert (again.stamp["program"], again.stamp["supernet"]) == ("torchscript", digits.fingerprint())
     to_torchscript(engine, path, table=again, slo_ms=50)
     assert torch.jit.load(path).latency_ms == again.latency_ms.tolist()
-    of_engine = profile_latency(engine, [1], **quick)
+    of_engine = profile_latency(engine, [1], **SHORT)
     with pytest.raises(ProfileMismatch, match=r"program 'engine', and 'torchscript' runs.*leave table= out"):
         to_torchscript(engine, path, table=of_engine, slo_ms=50)
     with pytest.raises(ProfileMismatch, match=r"program 'torchscript', and 'engine' runs.*profile_latency"):

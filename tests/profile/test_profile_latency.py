@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_windows import SHORT
 
 from subnetact import Batcher, Engine, LatencyTable, calibrate, profile_latency
 from subnetact.errors import LatencyTableWarning, TableError
@@ -83,8 +84,7 @@ def test_a_table_is_of_one_mode_or_says_so(digits: Supernet, monkeypatch: pytest
 
     def profile(*modes: str) -> tuple[LatencyTable, set[bool]]:
         ran.clear()
-        quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
-        quick |= {"accuracy": [1.0, 4.0, 2.0, 3.0], "mode": modes[0] if modes else None}
+        quick = SHORT | {"accuracy": [1.0, 4.0, 2.0, 3.0], "mode": modes[0] if modes else None}
         table = profile_latency(engine, [1, 2], **quick)
         assert [engine.mode_of(i) for i in engine.ids] == before  # what is served is left alone
         return table, {fused for _, fused in ran}
@@ -127,12 +127,11 @@ def test_a_table_is_of_one_mode_or_says_so(digits: Supernet, monkeypatch: pytest
 def test_a_table_has_empty_cells_for_a_subnet_that_was_removed(digits: Supernet, mode: str | None) -> None:
     engine = mixed(digits)
     engine.remove(1)
-    quick: Any = {"warmup_ms": 0, "min_time_ms": 1, "windows": 1, "max_windows": 1}
-    table = profile_latency(engine, [1, 2], **quick, mode=mode, beside=["view"])
+    table = profile_latency(engine, [1, 2], **SHORT, mode=mode, beside=["view"])
     for name in ("p50", "p50_of_view"):
         empty = np.isnan(table.statistics[name]).all(axis=1).tolist()
         assert empty == [False, True, False, False], name
-    assert run_otherwise(profile_latency(engine, [1], **quick, mode="as served"), engine) == ""
+    assert run_otherwise(profile_latency(engine, [1], **SHORT, mode="as served"), engine) == ""
 
 
 def test_a_batcher_warns_of_a_table_of_another_mode_than_runs(digits: Supernet) -> None:
